@@ -1,0 +1,70 @@
+"""start(): the only place that knows every room. Wiring only."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from colabtrain.config import RunConfig, TrainConfig, split_options
+from colabtrain.elastic.task import ElasticTask
+from colabtrain.records import load_records, select
+from colabtrain.runtime.run import Run
+from colabtrain.task import Task
+
+
+def start(
+    jev: Any = None,
+    data: Any = None,
+    *,
+    task: Task | None = None,
+    run_dir: str | Path | None = None,
+    config: TrainConfig | RunConfig | tuple[TrainConfig | RunConfig, ...] | None = None,
+    resume: bool = True,
+    display: bool = True,
+    **options: Any,
+) -> Run:
+    """Train in the background; returns at once.
+
+    jev: the model, e.g. MMJev.tiny(). data: path(s) of JSONL records, a list of records, or a mapping name -> either.
+    task: a Task of your own instead of jev and data. run_dir: folder of this run, default runs/<model>-<data>; a
+    checkpoint in it is resumed from (resume=False wants none). display: show the live view in a notebook. options: any
+    field of TrainConfig or RunConfig.
+
+    Raises ValueError, before anything is trained, for a wrong option, record or model; AlreadyRunning if a live run
+    has the folder.
+    """
+    train, run_config = split_options(options, config)
+    if task is None:
+        task = _elastic_task(jev, data, train, run_config)
+    elif jev is not None or data is not None:
+        raise ValueError("task= is given together with jev or data; a Task brings its own model and data")
+    run = Run(task, Path(run_dir or default_folder(jev, data)), run_config, resume)
+    run.launch()
+    if display and _in_notebook():
+        from colabtrain.dashboard.widgets import show
+
+        show(run)
+    return run
+
+
+def _elastic_task(jev: Any, data: Any, train: TrainConfig, run: RunConfig) -> ElasticTask:
+    if jev is None or data is None:
+        missing = "jev (a model; MMJev.tiny() to try)" if jev is None else "data (records, or the path of a JSONL file)"
+        raise ValueError(f"start() needs {missing}")
+    task = ElasticTask(jev, select(load_records(data), train), train, run)
+    task.check()
+    return task
+
+
+def default_folder(jev: Any, data: Any) -> Path:
+    """runs/<model>-<data>: the same cell finds the same folder again."""
+    first = data[0] if isinstance(data, (list, tuple)) and data else data
+    name = Path(first).name.split(".")[0] if isinstance(first, (str, Path)) else "data"
+    return Path("runs") / f"{getattr(jev, 'name', 'task')}-{name}".replace("/", "-")
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(shell, "kernel", None) is not None

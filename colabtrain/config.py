@@ -1,0 +1,182 @@
+"""Leaf: what is learned (TrainConfig), how the run lives (RunConfig) and what a sub-network is (SubnetConfig).
+
+TrainConfig is part of a run's fingerprint: a checkpoint made with other values is another experiment, and resuming
+onto it is refused. RunConfig never refuses a resume: more steps, other intervals and another display are free.
+Nothing here imports torch, so that a command line that only looks at a run starts fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
+
+LORA_LR, HEADS_LR = 2e-4, 1e-3  # used where neither the person nor the model says otherwise
+
+
+@dataclass(frozen=True)
+class SubnetConfig:
+    """One inference configuration; all of them share every weight.
+
+    n_latents: memory tokens appended after each media segment.
+    exit_layer: number of decoder layers run.
+    media_exit: media tokens leave the row before this layer index; None keeps them.
+    sibling_from: from this layer index on an option sees the other options of its question; None: never.
+    ffn_width: number of feed-forward channels used in every layer; None uses all.
+    """
+
+    n_latents: int = 8
+    exit_layer: int = 35
+    media_exit: int | None = None
+    sibling_from: int | None = 14
+    ffn_width: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name, lowest in (("n_latents", 0), ("exit_layer", 1), ("media_exit", 0), ("sibling_from", 0), ("ffn_width", 1)):
+            check_at_least(self, name, lowest)
+
+
+def default_subnets(num_layers: int, ffn_width: int) -> dict[str, SubnetConfig]:
+    """`full` and `fast` for a backbone of `num_layers` layers: Gemma 3n E4B's 20, 8 and 14 of 35, by proportion."""
+
+    def share(of_35: int) -> int:
+        return max(1, round(of_35 / 35 * num_layers))
+
+    full = SubnetConfig(exit_layer=num_layers, sibling_from=share(14))
+    fast = dataclasses.replace(full, exit_layer=share(20), media_exit=share(8), ffn_width=max(1, ffn_width // 2))
+    return {"full": full, "fast": fast}
+
+
+def _at_least(default: Any, lowest: float, highest: float | None = None) -> Any:
+    return field(default=default, metadata={"lowest": lowest, "highest": highest})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What is learned. lr_* and subnets left at None take the model's own, else the house's defaults."""
+
+    seed: int = 0
+    batch_size: int = _at_least(4, 1)  # records
+    token_budget: int = _at_least(6000, 1)  # tokens of one batch, all its records together
+    lr_lora: float | None = _at_least(None, 0)
+    lr_heads: float | None = _at_least(None, 0)  # heads and latents
+    warmup_steps: int | None = _at_least(None, 0)  # None: 5 % of the steps, at least 1, at most 50
+    clip_norm: float = _at_least(1.0, 0)
+    clip: str = field(default="group", metadata={"choices": ("group", "joint")})
+    brier_weight: float = _at_least(0.1, 0)
+    rps_weight: float = _at_least(0.0, 0)  # ranked probability score, `score` questions only
+    kl_weight: float = _at_least(0.5, 0)  # KL(full || every other sub-network)
+    lora_r: int = _at_least(16, 1)
+    lora_alpha: float = _at_least(32.0, 0)
+    lora_dropout: float = _at_least(0.05, 0, 0.99)
+    max_state_chars: int = _at_least(1500, 1)
+    max_options: int = _at_least(32, 2)
+    calibration_share: float = _at_least(0.05, 0, 0.5)  # of the train split, held out by a hash of id or group
+    exclude_tasks: tuple[str, ...] = ("typed_decisions", "snake_syn")
+    modalities: tuple[str, ...] | None = None  # None: all
+    max_records: int | None = _at_least(None, 1)
+    subnets: Mapping[str, SubnetConfig] | None = None  # the first one is the teacher
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_metadata(self)
+        if self.subnets is not None and not self.subnets:
+            raise ValueError("subnets is empty; name at least one SubnetConfig, or leave it out for full and fast")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How the run lives. Free to change when a run is resumed."""
+
+    steps: int | None = _at_least(None, 1)
+    epochs: int | None = _at_least(None, 1)  # None with steps=None: one epoch
+    checkpoint_every: int = _at_least(200, 1)  # steps
+    checkpoint_seconds: float = _at_least(300.0, 0)
+    first_checkpoint_seconds: float = _at_least(60.0, 0)
+    keep_local: int = _at_least(3, 1)
+    log_every: int = _at_least(50, 1)  # steps
+    eval_every: int | None = _at_least(None, 1)  # steps; None: at the end only
+    max_eval_records: int | None = _at_least(None, 1)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_metadata(self)
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs} contradict each other; give one of them")
+
+
+def check_types(config: Any) -> None:
+    """Raise ValueError naming the first field whose value is not of its declared type."""
+    hints = get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if not _is_a(value, hints[item.name]):
+            wanted = str(item.type).replace("None", "None (the default)")
+            raise ValueError(f"{item.name}={value!r} is of type {type(value).__name__}; it must be {wanted}")
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    options = get_args(hint)
+    if hint is Any:
+        return True
+    if isinstance(hint, type) and not options:
+        if hint is float:
+            return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+        return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+    origin = getattr(hint, "__origin__", None)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_a(item, options[0]) for item in value)
+    if origin is not None and isinstance(origin, type):
+        return isinstance(value, origin) and all(_is_a(key, options[0]) and _is_a(item, options[1]) for key, item in value.items())
+    return any(_is_a(value, option) for option in options)
+
+
+def check_metadata(config: Any) -> None:
+    """Raise ValueError naming the first field that is out of its range or not one of its choices."""
+    for item in dataclasses.fields(config):
+        value, limits = getattr(config, item.name), item.metadata
+        if value is None:
+            continue
+        if "choices" in limits and value not in limits["choices"]:
+            raise ValueError(f"{item.name}={value!r} is unknown; it must be one of {', '.join(limits['choices'])}")
+        if "lowest" in limits:
+            check_at_least(config, item.name, limits["lowest"])
+        if limits.get("highest") is not None and value > limits["highest"]:
+            raise ValueError(f"{item.name}={value!r} is too large; it must be at most {limits['highest']:g}")
+
+
+def check_at_least(config: Any, name: str, lowest: float) -> None:
+    value = getattr(config, name)
+    if value is not None and value < lowest:
+        raise ValueError(f"{name}={value!r} is too small; it must be at least {lowest:g}")
+
+
+def split_options(options: Mapping[str, Any], base: Any = None) -> tuple[TrainConfig, RunConfig]:
+    """Sort keyword options into the two configs. `base`: a TrainConfig or RunConfig (or both in a tuple) to start from.
+
+    Raises ValueError that names an unknown option and the nearest known one.
+    """
+    train_fields = {item.name for item in dataclasses.fields(TrainConfig)}
+    run_fields = {item.name for item in dataclasses.fields(RunConfig)}
+    for name in options:
+        if name not in train_fields | run_fields:
+            raise ValueError(f"unknown option {name}={options[name]!r}; {_nearest(name, train_fields | run_fields)}")
+    train, run = TrainConfig(), RunConfig()
+    for config in base if isinstance(base, tuple) else (base,):
+        if isinstance(config, TrainConfig):
+            train = config
+        elif isinstance(config, RunConfig):
+            run = config
+        elif config is not None:
+            raise ValueError(f"config={config!r} is a {type(config).__name__}; give a TrainConfig, a RunConfig or both in a tuple")
+    train = dataclasses.replace(train, **{k: v for k, v in options.items() if k in train_fields})
+    run = dataclasses.replace(run, **{k: v for k, v in options.items() if k in run_fields})
+    return train, run
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"did you mean {close[0]}?" if close else "known options: " + ", ".join(sorted(known))

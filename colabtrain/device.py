@@ -1,0 +1,40 @@
+"""Leaf: what the machine has. Nothing here changes its state."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def best_device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def memory_bytes() -> dict[str, int]:
+    """Memory of this process now and at its peak: ram, ram_peak, and gpu, gpu_peak where CUDA is in use."""
+    memory = _ram_bytes()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        memory["gpu"] = int(torch.cuda.memory_allocated())
+        memory["gpu_peak"] = int(torch.cuda.max_memory_allocated())
+    return memory
+
+
+def _ram_bytes() -> dict[str, int]:
+    try:
+        import resource
+    except ImportError:  # Windows has no such gauge in the standard library
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024
+    memory = {"ram_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        memory["ram"] = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return memory

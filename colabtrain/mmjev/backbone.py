@@ -1,0 +1,178 @@
+"""The elastic forward over transformers' Gemma3nTextModel: its submodules and weights, our order of work.
+
+Why not call its layers: here FFN width is an argument, shared keys / values are arguments and return values (so that
+gradient checkpointing is right in any order of backwards), media tokens can leave, and nothing depends on train mode.
+At full width and depth the result is bit-identical to Gemma3nTextModel's; the parity test holds that.
+
+Shapes: A AltUp streams, T tokens, H hidden, R read-outs; rows have batch size 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from colabtrain.config import SubnetConfig
+from colabtrain.mmjev.lora import Dropout, elastic_linear
+from colabtrain.mmjev.packing import Layout, Packed
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+def kv_roles(config: Any) -> list[str]:
+    """`own`, `store` (own, and kept for others) or `reuse` for each layer, from the config's oldest two fields."""
+    num_layers = config.num_hidden_layers
+    first_shared = num_layers - config.num_kv_shared_layers
+    roles = ["own" if i < first_shared else "reuse" for i in range(num_layers)]
+    if first_shared < num_layers:
+        for kind in set(config.layer_types[first_shared:]):
+            roles[max(i for i in range(first_shared) if config.layer_types[i] == kind)] = "store"
+    return roles
+
+
+def forward(
+    lm: Any,
+    embeds: Tensor,
+    packed: Packed,
+    fc: SubnetConfig,
+    dropout: Dropout | None = None,
+    checkpoint_layers: frozenset[int] = frozenset(),
+) -> Tensor:
+    """Final hidden states [R, H] of the read-out tokens, after fc.exit_layer layers and the final norm.
+
+    embeds [1, T, H]: input embeddings of the row. checkpoint_layers: layers recomputed in the backward pass.
+    """
+    config, layout = lm.config, packed.layout
+    per_layer = lm.project_per_layer_inputs(embeds, lm.get_per_layer_inputs(packed.ids[None]))
+    hidden = expand_altup(lm, embeds)
+    rope = _rope(lm, embeds, layout)
+    roles, shared = kv_roles(config), dict[str, KeyValue]()
+    for i in range(fc.exit_layer):
+        if i == fc.media_exit and packed.kept is not None:
+            layout, dropout = packed.text_layout, dropout and dropout.take(packed.kept)
+            hidden, per_layer = hidden.index_select(2, packed.kept), per_layer.index_select(1, packed.kept)
+            shared = {kind: _take(kv, packed.kept) for kind, kv in shared.items()}
+            rope = _rope(lm, embeds, layout)
+        kind = config.layer_types[i]
+        siblings = fc.sibling_from is not None and i >= fc.sibling_from
+        window = config.sliding_window if kind == "sliding_attention" else None
+        masks = layout.attention_masks(siblings, window, embeds.dtype)
+        key, value = shared[kind] if roles[i] == "reuse" else (None, None)
+        arguments = (lm.layers[i], hidden, per_layer[:, :, i], *rope[kind], masks, fc.ffn_width, key, value, dropout)
+        if i in checkpoint_layers and torch.is_grad_enabled():
+            run_layer: Callable[..., Any] = checkpoint
+            hidden, key, value = run_layer(layer_forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden, key, value = layer_forward(*arguments)
+        if roles[i] == "store":
+            shared[kind] = (key, value)
+    # The collapse works token by token: reading first saves three H x H products for all other tokens.
+    return collapse_altup(lm, hidden.index_select(2, layout.reads))[0]
+
+
+def layer_forward(
+    layer: Any,
+    hidden: Tensor,
+    per_layer: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    masks: Sequence[Tensor],
+    ffn_width: int | None,
+    key: Tensor | None,
+    value: Tensor | None,
+    dropout: Dropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One decoder layer, as Gemma3nTextDecoderLayer in eval mode. hidden [A, 1, T, H], per_layer [1, T, P].
+
+    key, value: another layer's to read instead of its own. Returns (hidden, key, value).
+    """
+    active = layer.config.altup_active_idx
+    predicted = layer.altup.predict(hidden)
+    normed = layer.input_layernorm(predicted[active])
+    laurel = layer.laurel(normed)
+    attended, key, value = attention(layer.self_attn, normed, cos, sin, masks, key, value, dropout)
+    x = (predicted[active] + layer.post_attention_layernorm(attended) + laurel) / math.sqrt(2)
+    x = x + layer.post_feedforward_layernorm(feed_forward(layer.mlp, layer.pre_feedforward_layernorm(x), ffn_width, dropout))
+    corrected = layer.altup.correct(predicted, x)
+    first = corrected[active].clone()
+    if layer.config.altup_correct_scale:
+        first = layer.altup.scale_corrected_output(first)
+    first = layer.act_fn(layer.per_layer_input_gate(first)) * per_layer
+    corrected[1:] += layer.post_per_layer_input_norm(layer.per_layer_projection(first))
+    return corrected, key, value
+
+
+def attention(
+    module: Any,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    masks: Sequence[Tensor],
+    key: Tensor | None,
+    value: Tensor | None,
+    dropout: Dropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention over the row x [1, T, H], record by record. Returns (output, key, value)."""
+    heads = (*x.shape[:2], -1, module.head_dim)
+    query = _rotate(module.q_norm(elastic_linear(module.q_proj, x, dropout).view(heads)), cos, sin).transpose(1, 2)
+    if key is None or value is None:
+        key = _rotate(module.k_norm(elastic_linear(module.k_proj, x, dropout).view(heads)), cos, sin).transpose(1, 2)
+        value = module.v_norm(elastic_linear(module.v_proj, x, dropout).view(heads)).transpose(1, 2)
+    assert key is not None and value is not None
+    lengths = [len(mask) for mask in masks]
+    rows = zip(*(t.split(lengths, dim=2) for t in (query, _repeat(key, module), _repeat(value, module))), masks, strict=True)
+    outputs = [F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=module.scaling) for q, k, v, mask in rows]
+    joined = torch.cat(outputs, dim=2).transpose(1, 2).reshape(*x.shape[:2], -1)
+    return elastic_linear(module.o_proj, joined, dropout), key, value
+
+
+def feed_forward(module: Any, x: Tensor, ffn_width: int | None, dropout: Dropout | None) -> Tensor:
+    """The gated feed-forward with its first `ffn_width` channels; the sparsity cut-off comes from these alone."""
+    gate = elastic_linear(module.gate_proj, x, dropout, rows=ffn_width)
+    if module.activation_sparsity > 0.0:
+        gate = module._gaussian_topk(gate)
+    inner = module.act_fn(gate) * elastic_linear(module.up_proj, x, dropout, rows=ffn_width)
+    return elastic_linear(module.down_proj, inner, dropout, cols=ffn_width)
+
+
+def expand_altup(lm: Any, embeds: Tensor) -> Tensor:
+    """[1, T, H] -> [A, 1, T, H]: the other streams are projections with the first one's magnitude."""
+    magnitude = torch.mean(embeds**2, dim=-1, keepdim=True) ** 0.5
+    return torch.stack([embeds] + [_with_magnitude(project(embeds), magnitude) for project in lm.altup_projections])
+
+
+def collapse_altup(lm: Any, hidden: Tensor) -> Tensor:
+    """[A, 1, R, H] -> [1, R, H]: the streams' mean after the final norm."""
+    magnitude = torch.mean(hidden[0] ** 2, dim=-1, keepdim=True) ** 0.5
+    others = zip(lm.altup_unembed_projections, hidden[1:], strict=True)
+    streams = [hidden[0]] + [_with_magnitude(project(stream), magnitude) for project, stream in others]
+    return lm.norm(torch.mean(torch.stack(streams), dim=0))
+
+
+def _with_magnitude(x: Tensor, magnitude: Tensor) -> Tensor:
+    return x * magnitude / torch.sqrt(torch.mean(x**2, dim=-1, keepdim=True).clamp(min=1e-5))
+
+
+def _rope(lm: Any, embeds: Tensor, layout: Layout) -> dict[str, tuple[Tensor, Tensor]]:
+    return {kind: lm.rotary_emb(embeds, layout.position[None], kind) for kind in set(lm.config.layer_types)}
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, :, None] + torch.cat((-second, first), dim=-1) * sin[:, :, None]
+
+
+def _repeat(x: Tensor, module: Any) -> Tensor:
+    """Keys or values [1, KV, T, D] for every query head; expand, because its backward is a plain sum."""
+    groups = module.num_key_value_groups
+    return x if groups == 1 else x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
+
+
+def _take(kv: KeyValue, kept: Tensor) -> KeyValue:
+    return kv[0].index_select(2, kept), kv[1].index_select(2, kept)

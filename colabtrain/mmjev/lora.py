@@ -1,0 +1,119 @@
+"""LoRA that stays exact when a feed-forward layer is sliced, with dropout that is a pure function.
+
+y = W x + (alpha / r) B A dropout(x), A ~ N(0, 1) / sqrt(in), B = 0 (Hu et al. 2021, arXiv:2106.09685). A sliced
+layer uses the first rows of W and B, or the first columns of W and A: the adapter of a slice is the slice of the
+adapter, so a narrow sub-network can be merged and exported as a plain smaller model.
+
+Dropout is a hash of (seed, step, record, token) and (layer, module, channel): no generator is read or moved, so a
+checkpointed recompute, a batch run in parts, and a cell that draws random numbers all see or leave the same masks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout with probability `p`; rows [T] (int32) is the hash of (seed, step, record, token)."""
+
+    p: float
+    rows: Tensor
+
+    @staticmethod
+    def for_step(p: float, seed: int, step: int, record: Tensor, token: Tensor) -> Dropout | None:
+        """The masks of one step; record, token [T]: slot in the logical batch, index in the record's own plan."""
+        if p == 0.0:
+            return None
+        rows = torch.full_like(record, _signed(zlib.crc32(f"{seed}/{step}".encode())), dtype=torch.int32)
+        for part in (record, token):
+            rows = scramble(rows + part.to(torch.int32) * 40503 + 1)
+        return Dropout(p, rows | 1)
+
+    def take(self, index: Tensor) -> Dropout:
+        return Dropout(self.p, self.rows.index_select(0, index))
+
+    def __call__(self, x: Tensor, columns: Tensor) -> Tensor:
+        """x [..., T, C] with channels dropped; columns [C] (int32) names module and channel.
+
+        One product of two scrambled odd numbers is enough of a hash here, and a third of the cost of a full one.
+        """
+        kept = self.rows[:, None] * columns[None, :] >= round(self.p * 2**32) - 2**31
+        return x * kept.to(x.dtype).mul_(1.0 / (1.0 - self.p))
+
+
+def scramble(x: Tensor) -> Tensor:
+    """A 32-bit integer finaliser (multiply and xor-shift; C. Wellons' search, "lowbias32"); int32 wraps around."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846CA68B as a signed number
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer with a trainable low-rank part; A [r, in], B [out, r], both fp32."""
+
+    columns: Tensor
+
+    def __init__(self, base: nn.Linear, name: str, r: int, alpha: float) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.scaling = alpha / r
+        device = base.weight.device
+        self.lora_A = nn.Parameter(torch.zeros(r, base.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, r, device=device))
+        channel = torch.arange(base.in_features, dtype=torch.int32, device=device)
+        columns = scramble(scramble(channel + 1) + _signed(zlib.crc32(name.encode())))
+        self.register_buffer("columns", columns | 1, persistent=False)
+
+    def reset(self, generator: torch.Generator) -> None:
+        a = torch.randn(self.lora_A.shape, generator=generator) / math.sqrt(self.lora_A.shape[1])
+        with torch.no_grad():
+            self.lora_A.copy_(a)
+            self.lora_B.zero_()
+
+
+def _signed(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value
+
+
+def elastic_linear(
+    module: nn.Module, x: Tensor, dropout: Dropout | None = None, rows: int | None = None, cols: int | None = None
+) -> Tensor:
+    """The linear layer's first `rows` outputs from its first `cols` inputs (None: all). Slices are views."""
+    base = module.base_layer if isinstance(module, LoRALinear) else module
+    assert isinstance(base, nn.Linear)
+    y = F.linear(x, base.weight[:rows, :cols], None if base.bias is None else base.bias[:rows])
+    if isinstance(module, LoRALinear):
+        if dropout is not None:
+            x = dropout(x, module.columns[:cols])
+        low = F.linear(x, module.lora_A[:, :cols].to(x.dtype))
+        y = y + F.linear(low, module.lora_B[:rows].to(x.dtype)) * module.scaling
+    return y
+
+
+def add_lora(lm: nn.Module, r: int, alpha: float, mlp_from: int) -> dict[str, LoRALinear]:
+    """Wrap q / k / v / o of every decoder layer (k, v where the layer has them) and the feed-forward from layer
+    `mlp_from` on. Returns the adapters by full module name; existing ones must have the same shape."""
+    adapters: dict[str, LoRALinear] = {}
+    layers = lm.get_submodule("layers")
+    for index, layer in enumerate(layers.children()):
+        for parent, targets in (("self_attn", ATTENTION_TARGETS), ("mlp", MLP_TARGETS if index >= mlp_from else ())):
+            owner = layer.get_submodule(parent)
+            for target in targets:
+                module = getattr(owner, target, None)
+                name = f"layers.{index}.{parent}.{target}"
+                if isinstance(module, nn.Linear):
+                    module = LoRALinear(module, name, r, alpha)
+                    setattr(owner, target, module)
+                if isinstance(module, LoRALinear):
+                    adapters[name] = module
+    return adapters

@@ -1,0 +1,229 @@
+"""MMJev: state + typed questions in, one logit per option out, from any of its sub-networks.
+
+The answer to "is this option right?" is read from the last token of the option's branch by one Linear(hidden, 1) per
+exit, which starts as the difference of the language model's own Yes and No rows. A noul question has one branch with
+score s and the logits [0, s] in the order (false, true).
+
+The base is frozen and always in eval mode; what trains is LoRA, the heads and the latents (memory tokens after each
+media segment). Nothing about a call is kept: sub-network and dropout are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from colabtrain.config import SubnetConfig, default_subnets
+from colabtrain.mmjev import backbone, tiny
+from colabtrain.mmjev.lora import Dropout, LoRALinear, add_lora
+from colabtrain.mmjev.packing import Packed, Piece, Plan, pack
+from colabtrain.records.schema import Question, Seg, as_text
+
+LATENT_WORD = " summary"
+NUM_LATENTS = 8
+MLP_LORA_FROM = 10 / 35  # below, Gemma 3n's feed-forward is 95 % sparse
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without special tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Wording around questions and proposed answers; {text} is replaced."""
+
+    question: str = "\n\nQuestion: {text}"
+    answer: str = "\nProposed answer: {text}\nIs this proposed answer correct? Answer Yes or No.\n"
+
+
+class MMJev(nn.Module):
+    """A decision model over a Gemma3nTextModel.
+
+    base: the whole transformers model; lm: its text model. rates: learning rates that suit this model, by TrainConfig
+    field. name: what it is called in fingerprints and run folders.
+    """
+
+    latents: nn.Parameter
+
+    def __init__(
+        self,
+        base: Any,
+        lm: Any,
+        tokenizer: Tokenizer,
+        yes_id: int,
+        no_id: int,
+        name: str,
+        prompt: Prompt | None = None,
+        rates: Mapping[str, float] | None = None,
+        start_ids: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.base, self.lm = base, lm
+        self.tokenizer, self.prompt, self.start_ids = tokenizer, prompt or Prompt(), list(start_ids)
+        self.yes_id, self.no_id, self.name, self.rates = yes_id, no_id, name, dict(rates or {})
+        self.checkpoint_layers: frozenset[int] = frozenset()
+        base.requires_grad_(False)
+        self.adapters: dict[str, LoRALinear] = {}
+        self.heads = nn.ModuleDict()
+        self.latents = nn.Parameter(torch.zeros(NUM_LATENTS, lm.config.hidden_size, device=self.device))
+        self.configure(self.default_subnets())
+        self.reset_trainable(0)
+        self.eval()
+
+    @classmethod
+    def tiny(cls, seed: int = 0) -> MMJev:
+        """A random Gemma 3n small enough for two CPU cores, with a tokenizer of hashed words. Needs no download."""
+        lm = tiny.language_model(seed)
+        words = tiny.HashedWords()
+        (yes,), (no,) = words.encode("yes"), words.encode("no")
+        prompt = Prompt(question="\n{text}", answer="\n{text} ?")
+        return cls(lm, lm, words, yes, no, f"tiny-{seed}", prompt, rates=tiny.RATES)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.lm.parameters()).device
+
+    def default_subnets(self) -> dict[str, SubnetConfig]:
+        config = self.lm.config
+        return default_subnets(config.num_hidden_layers, max(config.intermediate_size))
+
+    def train(self, mode: bool = True) -> MMJev:
+        """Set the mode of the trainable parts; the base stays in eval mode (its train mode changes frozen weights)."""
+        super().train(mode)
+        self.base.eval()
+        return self
+
+    # What is trained
+
+    def configure(self, subnets: Mapping[str, SubnetConfig], lora_r: int | None = None, lora_alpha: float = 32.0) -> None:
+        """Make the heads that `subnets` read from and, with lora_r, the adapters. Raises ValueError that names a
+        sub-network the backbone cannot run, or adapters of another shape."""
+        layers = self.lm.config.num_hidden_layers
+        for name, fc in subnets.items():
+            if fc.exit_layer > layers:
+                raise ValueError(f"sub-network {name!r}: exit_layer={fc.exit_layer}, but the backbone has {layers} layers")
+            if fc.n_latents > len(self.latents):
+                raise ValueError(f"sub-network {name!r}: n_latents={fc.n_latents}, but the model has {len(self.latents)} latents")
+            if str(fc.exit_layer) not in self.heads:
+                self.heads[str(fc.exit_layer)] = nn.Linear(self.lm.config.hidden_size, 1, device=self.device)
+        if lora_r is not None:
+            self.adapters = add_lora(self.lm, lora_r, lora_alpha, mlp_from=round(MLP_LORA_FROM * layers))
+            for name, adapter in self.adapters.items():
+                if adapter.lora_A.shape[0] != lora_r or adapter.scaling != lora_alpha / lora_r:
+                    raise ValueError(
+                        f"{name} already has LoRA of rank {adapter.lora_A.shape[0]}; make a new model for rank {lora_r}, alpha {lora_alpha:g}"
+                    )
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Every trained parameter by its full name: LoRA, then heads, then latents."""
+        return dict(self._trainable())
+
+    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, adapter in self.adapters.items():
+            yield f"{name}.lora_A", adapter.lora_A
+            yield f"{name}.lora_B", adapter.lora_B
+        for name, parameter in self.heads.named_parameters():
+            yield f"heads.{name}", parameter
+        yield "latents", self.latents
+
+    @torch.no_grad()
+    def reset_trainable(self, seed: int) -> None:
+        """Set everything trained to its start: LoRA without effect, heads as logit(Yes) - logit(No), distinct latents."""
+        generator = torch.Generator().manual_seed(seed)
+        embedding = self.lm.embed_tokens.weight
+        for head in self.heads.values():
+            assert isinstance(head, nn.Linear)
+            head.weight.copy_((embedding[self.yes_id].float() - embedding[self.no_id].float())[None])
+            head.bias.zero_()
+        word = torch.tensor(self.tokenizer.encode(LATENT_WORD), device=embedding.device)
+        mean = self.lm.embed_tokens(word).float().mean(dim=0)
+        noise = torch.randn(self.latents.shape, generator=generator).to(mean.device)
+        self.latents.copy_(mean + 0.02 * mean.std() * noise)
+        for adapter in self.adapters.values():
+            adapter.reset(generator)
+
+    # From a record to logits
+
+    def encode_state(self, state: Sequence[Seg], fc: SubnetConfig) -> list[Piece]:
+        """Segments -> runs of tokens, with fc.n_latents memory tokens after each media segment.
+
+        Raises ValueError for a media segment that is not a tensor [num_tokens, hidden] of soft tokens.
+        """
+        pieces = [Piece("text", self.start_ids)] if self.start_ids else []
+        for seg in state:
+            if seg.kind == "text":
+                pieces.append(Piece("text", self.tokenizer.encode(as_text(seg.data))))
+                continue
+            if not isinstance(seg.data, Tensor) or seg.data.dim() != 2 or seg.data.shape[1] != self.lm.config.hidden_size:
+                raise ValueError(
+                    f"{self.name} cannot read a segment of kind {seg.kind!r} from {str(seg.data)[:60]!r}; give a tensor of soft tokens "
+                    f"[num_tokens, {self.lm.config.hidden_size}], or train on text alone with modalities=('text',)"
+                )
+            pieces.append(Piece("media", soft=seg.data))
+            pieces.append(Piece("latent", num_latents=fc.n_latents))
+        return pieces
+
+    def plan(self, encoded: Sequence[Piece], questions: Sequence[Question], fc: SubnetConfig) -> Plan:
+        """Lay out one record: state, a branch per question, a branch of that per option (noul: one)."""
+        plan, end_of_state = Plan(), 0
+        for piece in encoded:
+            end_of_state = plan.put(piece, end_of_state)
+        for q, question in enumerate(questions):
+            text = self.prompt.question.format(text=as_text(question["instructions"]))
+            start = plan.put(Piece("text", self.tokenizer.encode(text)), end_of_state, q)
+            answers = _proposed_answers(question)
+            for o, answer in enumerate(answers):
+                plan.put(Piece("text", self.tokenizer.encode(self.prompt.answer.format(text=answer))), start, q, o)
+                plan.reads.append(len(plan) - 1)
+            plan.branches.append(len(answers))
+            plan.is_noul.append(question["type"] == "noul")
+        return plan
+
+    def pack(self, plans: Sequence[Plan], first_slot: int = 0) -> Packed:
+        """Join plans into one row on the model's device. first_slot: slot of the first one in its logical batch."""
+        return pack(plans, first_slot).to(self.device)
+
+    def scores(self, packed: Packed, fc: SubnetConfig, dropout: tuple[float, int, int] | None = None) -> Tensor:
+        """One score a branch, [R] in fp32, with gradient. dropout: (probability, seed, step) or None."""
+        masks = None
+        if dropout is not None:
+            masks = Dropout.for_step(*dropout, packed.layout.record, packed.layout.token)
+        embeds = self._embed(packed)
+        states = backbone.forward(self.lm, embeds[None], packed, fc, masks, self.checkpoint_layers)
+        return self.heads[str(fc.exit_layer)](states.float())[:, 0]
+
+    def run(self, packed: Packed, fc: SubnetConfig) -> list[list[Tensor]]:
+        """Logits with gradient: list (record) of list (question) of [num_options]."""
+        scores = self.scores(packed, fc)
+        branches = iter(scores.split([n for record in packed.segments for n, _ in record]))
+        return [
+            [torch.cat([torch.zeros_like(s), s]) if is_noul else s for (_, is_noul), s in zip(record, branches, strict=False)]
+            for record in packed.segments
+        ]
+
+    def _embed(self, packed: Packed) -> Tensor:
+        embeds = self.lm.embed_tokens(packed.ids)
+        if packed.soft is not None:
+            embeds = embeds.index_copy(0, packed.soft_at, packed.soft.to(embeds.dtype))
+        if len(packed.latent_at):
+            latents = self.latents.index_select(0, packed.latent_slots)
+            embeds = embeds.index_copy(0, packed.latent_at, latents.to(embeds.dtype))
+        return embeds
+
+
+def _proposed_answers(question: Question) -> list[str]:
+    criteria = question.get("criteria")
+    if question["type"] == "choice":
+        return [option if text is None else f"{option}: {as_text(text)}" for option, text in (criteria or {}).items()]
+    if question["type"] == "score":
+        return [as_text(level) for level in criteria or ()]
+    if not criteria:
+        return ["Yes"]
+    meanings = [f"{word} ({as_text(criteria[key])})" for word, key in (("Yes", "true"), ("not No", "false")) if criteria.get(key)]
+    return [", ".join(meanings)]

@@ -1,0 +1,1 @@
+"""Background work that survives. Knows nothing of decisions, questions or Gemma."""

@@ -1,0 +1,130 @@
+"""The diary: an append-only event log on disk, and the only channel from training to any view.
+
+`<run>/diary.jsonl` holds one JSON object a line; `<run>/train.log` holds the lines meant for people. Both are written
+by `Diary.write`, flushed line by line, never rewritten. Readers go by byte offset, so looking costs what is new, not
+what is there. Writing never stops training: lines that a full disk refuses are kept and written with a later one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+DIARY_FILE, LOG_FILE = "diary.jsonl", "train.log"
+MAX_UNWRITTEN = 10_000  # lines kept in memory while the disk refuses them
+
+Event = dict[str, Any]
+
+
+class Diary:
+    """Writer of one run's diary; safe to use from any thread."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self.folder, self.path, self._clock = folder, folder / DIARY_FILE, clock
+        self._lock = threading.Lock()
+        self._unwritten: list[tuple[Path, str]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (self.path, folder / LOG_FILE):
+            _end_torn_line(path)
+
+    def write(self, event: str, text: str | None = None, **fields: Any) -> None:
+        """Append one event. text: what people read of it, in the log and in views; without it only machines do."""
+        now = self._clock()
+        entry = {"time": now, "event": event, **fields, **({} if text is None else {"text": text})}
+        with self._lock:
+            self._unwritten.append((self.path, json.dumps(_finite(entry), allow_nan=False)))
+            for line in (text or "").splitlines():
+                stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+                self._unwritten.append((self.folder / LOG_FILE, f"{stamp} {line}"))
+            self._flush()
+
+    def log(self, text: str) -> None:
+        self.write("log", text)
+
+    def size(self) -> int:
+        """Bytes of diary.jsonl: what a checkpoint made now takes along."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            path, line = self._unwritten[0]
+            try:
+                with path.open("ab") as file:
+                    file.write(line.encode() + b"\n")
+            except OSError:
+                del self._unwritten[: max(0, len(self._unwritten) - MAX_UNWRITTEN)]
+                return
+            del self._unwritten[0]
+
+
+def _end_torn_line(path: Path) -> None:
+    """A process that died in the middle of a line left it unfinished; the next one must not be glued to it."""
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity; they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+class Tail:
+    """Reader of a growing diary. Each call of new() gives the events since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset = path, 0
+
+    def new(self) -> list[Event]:
+        """Whole lines only; a line that is not a JSON object (torn by a crash) is skipped."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return [event for line in data[:end].splitlines() if (event := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def current(events: Iterable[Event]) -> list[Event]:
+    """`events` without the steps and evaluations that a resume went back behind."""
+    kept: list[Event] = []
+    for event in events:
+        if event["event"] == "resumed":
+            kept = [old for old in kept if old["event"] not in ("step", "evaluation") or old["step"] <= event["step"]]
+        kept.append(event)
+    return kept
+
+
+def history(events: Iterable[Event]) -> dict[str, list[Any]]:
+    """Columns over the steps: step, epoch, seconds, ..., and `loss/full`, `parts/full/log`, `lr/lora` for nested ones."""
+    rows = [_flat(event) for event in current(events) if event["event"] == "step"]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names if name not in ("event", "text")}
+
+
+def _flat(value: Event, prefix: str = "") -> Event:
+    flat: Event = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}{key}/") if isinstance(item, dict) else {prefix + key: item}
+    return flat
