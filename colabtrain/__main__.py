@@ -84,7 +84,9 @@ def _model(name: str) -> Any:
     if not colon:
         raise ValueError(f"--model {name!r} is unknown; give `tiny`, or module:function for a function that returns a model")
     sys.path.insert(0, str(Path.cwd()))
-    make: Callable[[], Any] = getattr(importlib.import_module(module), function)
+    make: Callable[[], Any] | None = getattr(importlib.import_module(module), function, None)
+    if not callable(make):
+        raise ValueError(f"--model {name!r}: module {module!r} has no function {function!r}")
     return make()
 
 

@@ -4,6 +4,7 @@ the same gradient as the batch at once; each sub-network's graph is freed before
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,4 +57,4 @@ def accumulate(
 
 def _parts(records: Sequence[Record], splits: int) -> list[tuple[int, Sequence[Record]]]:
     bounds = [round(k * len(records) / splits) for k in range(splits + 1)]
-    return [(a, records[a:b]) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    return [(a, records[a:b]) for a, b in pairwise(bounds) if b > a]

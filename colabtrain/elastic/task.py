@@ -39,7 +39,7 @@ class ElasticTask:
     def check(self) -> None:
         """Raise ValueError naming the first record that the model cannot read, before any thread starts."""
         fc = next(iter(self.subnets.values()))
-        for record in (*self.records, *self._held_out):
+        for record in (*self.records, *self.selection.calibration, *self._held_out):
             if any(seg.kind != "text" for seg in record.state):
                 try:
                     self.model.encode_state(record.state, fc)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,13 +92,18 @@ def elastic_linear(
     """The linear layer's first `rows` outputs from its first `cols` inputs (None: all). Slices are views."""
     base = module.base_layer if isinstance(module, LoRALinear) else module
     assert isinstance(base, nn.Linear)
-    y = F.linear(x, base.weight[:rows, :cols], None if base.bias is None else base.bias[:rows])
+    y = F.linear(x, base.weight[:rows, :cols], _bias(base, rows))
     if isinstance(module, LoRALinear):
         if dropout is not None:
             x = dropout(x, module.columns[:cols])
         low = F.linear(x, module.lora_A[:, :cols].to(x.dtype))
         y = y + F.linear(low, module.lora_B[:rows].to(x.dtype)) * module.scaling
     return y
+
+
+def _bias(base: nn.Linear, rows: int | None) -> Tensor | None:
+    bias: Any = base.bias
+    return None if bias is None else bias[:rows]
 
 
 def add_lora(lm: nn.Module, r: int, alpha: float, mlp_from: int) -> dict[str, LoRALinear]:

@@ -111,14 +111,16 @@ class MMJev(nn.Module):
             if fc.n_latents > len(self.latents):
                 raise ValueError(f"sub-network {name!r}: n_latents={fc.n_latents}, but the model has {len(self.latents)} latents")
             if str(fc.exit_layer) not in self.heads:
-                self.heads[str(fc.exit_layer)] = nn.Linear(self.lm.config.hidden_size, 1, device=self.device)
+                # skip_init: nn.Linear's own would move the global generator
+                head = nn.utils.skip_init(nn.Linear, self.lm.config.hidden_size, 1, device=self.device)
+                self._reset_head(head)
+                self.heads[str(fc.exit_layer)] = head
         if lora_r is not None:
             self.adapters = add_lora(self.lm, lora_r, lora_alpha, mlp_from=round(MLP_LORA_FROM * layers))
             for name, adapter in self.adapters.items():
                 if adapter.lora_A.shape[0] != lora_r or adapter.scaling != lora_alpha / lora_r:
-                    raise ValueError(
-                        f"{name} already has LoRA of rank {adapter.lora_A.shape[0]}; make a new model for rank {lora_r}, alpha {lora_alpha:g}"
-                    )
+                    found = f"rank {adapter.lora_A.shape[0]} and alpha {adapter.scaling * adapter.lora_A.shape[0]:g}"
+                    raise ValueError(f"{name} already has LoRA of {found}; make a new model for rank {lora_r}, alpha {lora_alpha:g}")
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by its full name: LoRA, then heads, then latents."""
@@ -136,17 +138,21 @@ class MMJev(nn.Module):
     def reset_trainable(self, seed: int) -> None:
         """Set everything trained to its start: LoRA without effect, heads as logit(Yes) - logit(No), distinct latents."""
         generator = torch.Generator().manual_seed(seed)
-        embedding = self.lm.embed_tokens.weight
         for head in self.heads.values():
-            assert isinstance(head, nn.Linear)
-            head.weight.copy_((embedding[self.yes_id].float() - embedding[self.no_id].float())[None])
-            head.bias.zero_()
-        word = torch.tensor(self.tokenizer.encode(LATENT_WORD), device=embedding.device)
+            self._reset_head(head)
+        word = torch.tensor(self.tokenizer.encode(LATENT_WORD), device=self.device)
         mean = self.lm.embed_tokens(word).float().mean(dim=0)
         noise = torch.randn(self.latents.shape, generator=generator).to(mean.device)
         self.latents.copy_(mean + 0.02 * mean.std() * noise)
         for adapter in self.adapters.values():
             adapter.reset(generator)
+
+    @torch.no_grad()
+    def _reset_head(self, head: nn.Module) -> None:
+        assert isinstance(head, nn.Linear)
+        embedding = self.lm.embed_tokens.weight
+        head.weight.copy_((embedding[self.yes_id].float() - embedding[self.no_id].float())[None])
+        head.bias.zero_()
 
     # From a record to logits
 

@@ -12,7 +12,7 @@ Shapes: T tokens of the row, n tokens of one record, R read-outs (one a branch),
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -80,8 +80,8 @@ class Layout:
     masks: dict[tuple[bool, int | None], list[Tensor]] = field(default_factory=dict[tuple[bool, "int | None"], list[Tensor]])
 
     def to(self, device: torch.device) -> Layout:
-        moved = (t.to(device) for t in (self.record, self.token, self.question, self.option, self.position, self.reads))
-        return Layout(*moved, self.lengths, self.spans)
+        names = ("record", "token", "question", "option", "position", "reads")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names}, masks={})
 
     def attention_masks(self, siblings: bool, window: int | None, dtype: torch.dtype) -> list[Tensor]:
         """One additive mask [n, n] a record, made at first use; the window is ignored where no record reaches it."""
@@ -136,18 +136,11 @@ class Packed:
         return int(self.ids.shape[0])
 
     def to(self, device: torch.device) -> Packed:
+        names = ("ids", "soft", "soft_at", "latent_slots", "latent_at", "kept")
+        tensors = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}
         layout = self.layout.to(device)
-        return Packed(
-            self.ids.to(device),
-            None if self.soft is None else self.soft.to(device),
-            self.soft_at.to(device),
-            self.latent_slots.to(device),
-            self.latent_at.to(device),
-            layout,
-            None if self.kept is None else self.kept.to(device),
-            layout if self.kept is None else self.text_layout.to(device),
-            self.segments,
-        )
+        text_layout = layout if self.kept is None else self.text_layout.to(device)
+        return replace(self, **tensors, layout=layout, text_layout=text_layout)
 
 
 def pack(plans: Sequence[Plan], first_slot: int = 0) -> Packed:

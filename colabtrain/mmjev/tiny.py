@@ -54,9 +54,9 @@ def language_model(seed: int, **overrides: Any) -> Any:
         "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 4,
         "altup_num_inputs": 2,
         "max_position_embeddings": 8192,
+        "attn_implementation": "sdpa",
     }
-    config = Gemma3nTextConfig(**{**fields, **overrides})
-    config._attn_implementation = "sdpa"
+    config = Gemma3nTextConfig(**(fields | overrides))
     with torch.random.fork_rng(devices=[]):
         lm = Gemma3nTextModel(config).eval()
     randomise(lm, seed)

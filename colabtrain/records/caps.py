@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import cast
 
 from colabtrain.records.schema import Question, Record, Seg, as_text
 
@@ -57,6 +58,6 @@ def _draw_options(rng: random.Random, target: Sequence[float], y: int, max_optio
 def _reorder(question: Question, target: Sequence[float], y: int, order: Sequence[int]) -> tuple[Question, tuple[float, ...], int]:
     options = list(question.get("criteria", {}).items())
     mass = sum(target[k] for k in order)
-    question = Question(**{**question, "criteria": dict(options[k] for k in order)})
+    question = cast(Question, {**question, "criteria": dict(options[k] for k in order)})
     kept = tuple(target[k] / mass if mass > 0 else float(k == y) for k in order)
     return question, kept, list(order).index(y)

@@ -153,7 +153,7 @@ def _question(raw: Any, who: str) -> Question:
     criteria = raw.get("criteria")
     {"choice": _check_choice, "score": _check_score, "noul": _check_noul}[question["type"]](criteria, who)
     if question["type"] == "choice":
-        question["criteria"] = {as_text(option): description for option, description in criteria.items()}
+        question["criteria"] = {as_text(option): description for option, description in (criteria or {}).items()}
     return question
 
 

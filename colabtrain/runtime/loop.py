@@ -6,6 +6,7 @@ checkpoint that contains them, so the diary in a checkpoint is whole.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -133,7 +134,7 @@ class Recorder:
 
 
 def _read(values: Mapping[str, float | Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items()}
+    return {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()}
 
 
 def duration(seconds: float) -> str:
@@ -203,7 +204,8 @@ class Keeper:
         return found.step
 
     def _check(self, found: Checkpoint) -> None:
-        saved, mine = found.state["fingerprint"], self.task.fingerprint()
+        saved = found.state["fingerprint"]
+        mine = json.loads(json.dumps(self.task.fingerprint()))  # what it would be after a round trip: tuples are lists there
         differences = [
             f"{key}: checkpoint {saved.get(key)!r}, now {mine.get(key)!r}" for key in {**saved, **mine} if saved.get(key) != mine.get(key)
         ]

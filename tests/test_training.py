@@ -1,0 +1,157 @@
+"""The whole way on real parts: records, tiny model, background run, stop, kill and resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colabtrain
+from colabtrain.mmjev.demo_data import help_desk
+from colabtrain.records.schema import Record, Seg
+from colabtrain.runtime.diary import Tail
+
+pytestmark = pytest.mark.colab
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 120.0
+OPTIONS: dict[str, Any] = {"steps": 14, "batch_size": 3, "lora_dropout": 0.2, "max_eval_records": 6, "log_every": 4}
+NUM_RECORDS = 30  # 23 to train on: an epoch is 8 batches, so 14 steps cross into the second one
+
+
+def start(folder: Path, **options: Any) -> colabtrain.Run:
+    model = colabtrain.MMJev.tiny(0)
+    return colabtrain.start(model, help_desk(NUM_RECORDS), run_dir=folder, display=False, **{**OPTIONS, **options})
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in Tail(folder / "diary.jsonl").new() if event["event"] == name]
+
+
+def numbers(folder: Path) -> dict[int, Any]:
+    """What must be equal of each step; a step that was walked twice counts as it was the last time."""
+    return {e["step"]: [e["loss"], e["parts"], e["ema"], e["lr"], e["grad_norm"], e["tokens"]] for e in events(folder, "step")}
+
+
+def weights(folder: Path, step: int) -> list[str]:
+    manifest = json.loads((folder / f"checkpoints/step-{step:08d}/manifest.json").read_text())
+    return [entry["sha256"] for entry in manifest["files"] if entry["name"].endswith(".safetensors")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert start(folder).wait(SECONDS) == "finished"
+    return folder
+
+
+def test_what_the_diary_says_of_a_step(undisturbed: Path) -> None:
+    steps = events(undisturbed, "step")
+    assert [event["step"] for event in steps] == list(range(1, 15))
+    assert {event["epoch"] for event in steps} == {0, 1}
+    for event in steps:
+        assert set(event["loss"]) == {"full", "fast"} and set(event["lr"]) == {"lora", "heads"}
+        assert set(event["parts"]["full"]) == {"log", "brier"} and set(event["parts"]["fast"]) == {"log", "brier", "kl"}
+        for name, parts in event["parts"].items():
+            total = parts["log"] + 0.1 * parts["brier"] + 0.5 * parts.get("kl", 0.0)
+            assert event["loss"][name] == pytest.approx(total, rel=1e-5)
+        assert event["tokens"] > 0 and event["questions"] in (6, 9) and event["seconds"] > 0 and event["memory"]["ram"] > 0
+    (evaluation,) = events(undisturbed, "evaluation")
+    assert evaluation["step"] == 14 and evaluation["split"] == "test"
+    for name in ("full", "fast"):
+        assert evaluation["results"][name]["overall"]["n"] == 18
+        assert set(evaluation["results"][name]["by_type"]) == {"choice", "score", "noul"}
+    assert set(evaluation["baselines"]) == {"prior", "majority", "uniform"}
+
+
+def test_stopped_in_the_middle_and_started_again_equals_an_undisturbed_run(undisturbed: Path, tmp_path: Path) -> None:
+    """Stopped twice, once in each epoch, with dropout; the numbers and the final weights are equal bit for bit."""
+    for stop_after in (5, 11):
+        run = start(tmp_path)
+        tail = Tail(tmp_path / "diary.jsonl")
+        while not any(event["event"] == "step" and event["step"] >= stop_after for event in tail.new()):
+            assert run.wait(0.01) in ("starting", "running")
+        run.stop(timeout=SECONDS)
+        assert run.state == "stopped" and run.step < 14
+        torch.manual_seed(stop_after)  # a cell that uses the global generator changes nothing
+    assert start(tmp_path).wait(SECONDS) == "finished"
+    assert numbers(tmp_path) == numbers(undisturbed)
+    assert weights(tmp_path, 14) == weights(undisturbed, 14)
+    assert len([event for event in events(tmp_path, "resumed") if event["step"] > 0]) == 2
+
+
+CHILD = """
+import sys
+import torch
+torch.set_num_threads(1)
+sys.path[:0] = sys.argv[1:3]
+import test_training
+print(test_training.start(test_training.Path(sys.argv[3]), checkpoint_every=3).wait())
+"""
+
+
+def test_killed_and_started_again_in_a_new_process(undisturbed: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD, str(ROOT), str(ROOT / "tests"), str(tmp_path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    tail, diary = Tail(tmp_path / "diary.jsonl"), 0
+    while diary < 8:  # two checkpoints and at least one step behind them
+        diary += sum(event["event"] == "step" for event in tail.new())
+        assert child.poll() is None
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(SECONDS) == -signal.SIGKILL
+    child.communicate()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stdout == "finished\n"
+    assert events(tmp_path, "resumed")[-1]["step"] in (6, 9)
+    assert numbers(tmp_path) == numbers(undisturbed)
+    assert weights(tmp_path, 14) == weights(undisturbed, 14)
+
+
+def test_a_used_model_starts_from_scratch(undisturbed: Path, tmp_path: Path) -> None:
+    """Weights left in memory are never the starting point."""
+    model = colabtrain.MMJev.tiny(0)
+    for name in ("first", "second"):
+        run = colabtrain.start(model, help_desk(NUM_RECORDS), run_dir=tmp_path / name, display=False, **OPTIONS)
+        assert run.wait(SECONDS) == "finished"
+        assert numbers(tmp_path / name) == numbers(undisturbed)
+
+
+def test_evaluating_in_between_changes_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    assert start(tmp_path, eval_every=3).wait(SECONDS) == "finished"
+    assert [event["step"] for event in events(tmp_path, "evaluation")] == [3, 6, 9, 12, 14]
+    assert numbers(tmp_path) == numbers(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [({"batch_size": 2}, "config.batch_size: checkpoint 3, now 2"), ({"lr_lora": 1e-5}, "config.lr_lora"), ({"seed": 1}, "config.seed")],
+)
+def test_other_settings_are_another_experiment(undisturbed: Path, options: dict[str, Any], difference: str) -> None:
+    run = start(undisturbed, **options)
+    with pytest.raises(colabtrain.RunFailed, match=difference):
+        run.wait(SECONDS)
+
+
+def test_a_record_the_model_cannot_read_is_refused_by_name(tmp_path: Path) -> None:
+    record = help_desk(1)[0]
+    photo = dataclasses.replace(record, state=(Seg("image", "a.jpg"),), modality="image", id="the-photo")
+    with pytest.raises(ValueError, match=r"record 'the-photo' of task 'help_desk': tiny-0 cannot read a segment of kind 'image'"):
+        colabtrain.start(colabtrain.MMJev.tiny(0), [*help_desk(9), photo], run_dir=tmp_path, display=False)
+
+
+def test_soft_tokens_and_text_train_together(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    records: list[Record] = []
+    for i, record in enumerate(help_desk(12)):
+        soft = Seg("image", torch.randn(5 + i % 3, 128, generator=generator))
+        records.append(dataclasses.replace(record, split="train", state=(*record.state, soft) if i % 2 else record.state))
+    run = colabtrain.start(colabtrain.MMJev.tiny(0), records, run_dir=tmp_path, display=False, steps=4, batch_size=4)
+    assert run.wait(SECONDS) == "finished"
+    assert all(value == value for value in run.history()["loss/fast"])

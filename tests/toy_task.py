@@ -1,0 +1,44 @@
+"""A Task of a few lines (a linear fit with Adam and noise from the global generator), for tests of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colabtrain.task import StepReport
+
+
+class ToyTask:
+    """before_step(i) runs at the start of each step; it may wait, raise, or press a control."""
+
+    def __init__(self, num_steps: int = 20, before_step: Callable[[int], None] = lambda i: None, mark: str = "a") -> None:
+        self.num_steps, self.before_step, self.mark = num_steps, before_step, mark
+        self.grad_enabled: bool | None = None
+
+    def prepare(self) -> None:
+        self.weight = torch.zeros(3, requires_grad=True)
+        self.adam = torch.optim.Adam([self.weight], lr=0.1)
+
+    def step(self, i: int, splits: int = 1) -> StepReport:
+        self.before_step(i)
+        self.grad_enabled = torch.is_grad_enabled()
+        loss = (self.weight - torch.tensor([1.0, 2.0, 3.0]) - torch.randn(3)).square().sum()
+        loss.backward()
+        self.adam.step()
+        self.adam.zero_grad()
+        return StepReport(loss={"toy": loss}, lr={"all": 0.1}, tokens=3, questions=1)
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        return {"trainable": {"weight": self.weight}, "optimizer": dict(self.adam.state.get(self.weight, {}))}, {"mark": self.mark}
+
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> None:
+        assert meta["mark"] == self.mark
+        with torch.no_grad():
+            self.weight.copy_(tensors["trainable"]["weight"])
+        self.adam.state[self.weight] = {name: tensor.clone() for name, tensor in tensors["optimizer"].items()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"mark": self.mark}
