@@ -114,7 +114,7 @@ def check_types(config: Any) -> None:
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if not _is_a(value, hints[item.name]):
-            wanted = str(item.type).replace("None", "None (the default)")
+            wanted = str(item.type).replace("None", "None (the default)") if item.default is None else item.type
             raise ValueError(f"{item.name}={value!r} is of type {type(value).__name__}; it must be {wanted}")
 
 

@@ -421,10 +421,18 @@ def test_prune_keeps_the_newest(folder: Path, keep: int) -> None:
     steps = [1, 2, 10, 200, 1000]
     for step in steps:
         save(folder, step)
-    prune(folder, keep)
+    prune(folder / "step-00001000", keep)
     assert [path.name for path in listed(folder)] == [f"step-{step:08d}" for step in sorted(steps, reverse=True)[:keep]]
     assert sorted(folder.iterdir(), reverse=True) == listed(folder)
     assert read(listed(folder)[0]).step == 1000
+
+
+def test_prune_neither_counts_nor_removes_later_ones(folder: Path) -> None:
+    """A run that went back behind unreadable checkpoints must not lose the good ones to them."""
+    for step in (1, 2, 3, 50, 60):
+        save(folder, step)
+    prune(folder / "step-00000003", 2)
+    assert [path.name for path in listed(folder)] == [f"step-{step:08d}" for step in (60, 50, 3, 2)]
 
 
 # Random state

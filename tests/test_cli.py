@@ -64,7 +64,7 @@ def test_interrupt_saves_and_the_same_line_goes_on(tmp_path: Path, data: Path) -
             if line.startswith("step 1/40"):
                 child.send_signal(signal.SIGINT)
                 break
-        output, errors = child.communicate(timeout=SECONDS)
+        _, errors = child.communicate(timeout=SECONDS)
     assert child.returncode == 130, errors
     assert "run the same line again to go on" in errors and "Traceback" not in errors
     stopped = int(errors.split("interrupted at step ")[1].split(";")[0])

@@ -129,7 +129,9 @@ def path_ids(plan: Plan, read: int) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fc", [SubnetConfig(exit_layer=6, sibling_from=None), SubnetConfig(exit_layer=3, sibling_from=None, ffn_width=128)])
+@pytest.mark.parametrize(
+    "fc", [SubnetConfig(exit_layer=6, sibling_from=None), SubnetConfig(exit_layer=3, sibling_from=None, ffn_width=128)]
+)
 def test_packed_equals_one_sequence_per_option(fc: SubnetConfig) -> None:
     jev = model()
     plans = plans_of(jev, fc)
@@ -223,13 +225,21 @@ def masked_reference(jev: MMJev, fc: SubnetConfig, media_exit: int, patch: pytes
         masks = arguments[4]
         if calls[0] >= media_exit:
             parts = media.split(row.layout.lengths)
-            masks = [mask.masked_fill(part[None, :] & ~torch.eye(len(part), dtype=torch.bool), -torch.inf) for mask, part in zip(masks, parts)]
+            masks = [hidden_from(mask, part) for mask, part in zip(masks, parts, strict=True)]
         calls[0] += 1
         return real(layer, *arguments[:4], masks, *arguments[5:])
 
     patch.setattr(backbone, "layer_forward", layer_forward)
     kept = SubnetConfig(exit_layer=fc.exit_layer, sibling_from=fc.sibling_from)
     return jev.scores(row, kept)
+
+
+def hidden_from(mask: Tensor, media: Tensor) -> Tensor:
+    """`mask` with the media columns closed; a media token still reads itself, so that no row is empty."""
+    closed = media[None, :].expand_as(mask)
+    if mask.shape[0] == mask.shape[1]:
+        closed = closed & ~torch.eye(len(media), dtype=torch.bool)
+    return mask.masked_fill(closed, -torch.inf)
 
 
 def test_latents_follow_media_and_get_gradients() -> None:

@@ -269,7 +269,7 @@ def test_a_broken_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path) 
 def test_only_broken_checkpoints_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     start(ToyTask(2), tmp_path).wait(SECONDS)
     (tmp_path / "checkpoints/step-00000002/manifest.json").write_text("{")
-    with pytest.raises(RunFailed, match="no checkpoint in .* can be used"):
+    with pytest.raises(RunFailed, match=r"no checkpoint in .* can be used"):
         start(ToyTask(2), tmp_path).wait(SECONDS)
 
 
@@ -305,7 +305,11 @@ def test_an_exit_of_the_interpreter_does_not_hang(tmp_path: Path) -> None:
         "colabtrain.start(task=ToyTask(10**9), run_dir=sys.argv[2]); print('ending')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)], capture_output=True, text=True, timeout=SECONDS, check=False
+        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "ending\n"), done.stderr
 

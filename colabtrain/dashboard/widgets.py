@@ -40,9 +40,11 @@ background:var(--colab-primary-surface-color,var(--jp-layout-color0,#fff))}
 .ct-dot{width:9px;height:9px;border-radius:50%}
 .ct-live{background:#3b82f6}.ct-done{background:#16a34a}.ct-bad{background:#ef4444}.ct-wait{background:#d97706}.ct-off{background:#888}
 .ct-going{animation:ct-old 1s 20s forwards}@keyframes ct-old{to{background:#888}}
+.ct-going+b{animation:ct-was .1s 20s forwards}@keyframes ct-was{to{opacity:.6;text-decoration:line-through}}
 .ct-stale{visibility:hidden;max-height:0;overflow:hidden;animation:ct-see .1s 20s forwards}
 @keyframes ct-see{to{visibility:visible;max-height:4em}}
-.ct.jupyter-widgets-disconnected .ct-stale,.ct.jupyter-widgets-disconnected .ct-going{animation-delay:0s}
+.ct.jupyter-widgets-disconnected .ct-stale,.ct.jupyter-widgets-disconnected .ct-going,
+.ct.jupyter-widgets-disconnected .ct-going+b{animation-delay:0s}
 .ct.jupyter-widgets-disconnected::before,.ct .jupyter-widgets-disconnected::before{display:none!important}
 .ct-note{border-left:3px solid #d97706;padding-left:8px;margin:6px 0 0;overflow-wrap:anywhere}.ct-note.ct-error{border-color:#ef4444}
 .ct-bar{height:6px;border-radius:3px;background:rgba(127,127,127,.2);overflow:hidden;margin:8px 0 10px}
@@ -51,7 +53,8 @@ background:var(--colab-primary-surface-color,var(--jp-layout-color0,#fff))}
 .ct-chip{background:rgba(127,127,127,.1);border-radius:8px;padding:5px 10px;white-space:nowrap;overflow:hidden}
 .ct-chip span{display:block;font-size:11px;overflow:hidden;text-overflow:ellipsis}
 .ct-sub span{white-space:nowrap}
-.ct-chip b{font-size:16px;font-weight:600}.ct-chip small{font-size:11px;margin-left:8px;opacity:.7}.ct-chip b,.ct-table{font-variant-numeric:tabular-nums}
+.ct-chip b{font-size:16px;font-weight:600}.ct-chip small{font-size:11px;margin-left:8px;opacity:.7}
+.ct-chip b,.ct-table{font-variant-numeric:tabular-nums}
 .ct .ct-table{border-collapse:collapse;margin:10px 0 0;border:0;font-size:13px;color:inherit;background:none;table-layout:auto}
 .ct .ct-table tr{background:none;border:0}
 .ct .ct-table th,.ct .ct-table td{border:0;border-bottom:1px solid rgba(127,127,127,.2);padding:3px 0 3px 24px;text-align:right;

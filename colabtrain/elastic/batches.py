@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colabtrain.config import SubnetConfig, TrainConfig
 from colabtrain.records.caps import cap_record
-from colabtrain.records.schema import Record
+from colabtrain.records.schema import Question, Record
 
 CHUNK_BATCHES = 64
 MASKED = -1e30  # the logit of an option that is not there; finite, so that 0 * logit is 0
@@ -86,13 +86,12 @@ def estimated_length(record: Record) -> int:
     return state + sum(30 + 12 * len(target) for target in record.targets)
 
 
-def planned_length(plan: Any, max_options: int) -> int:
-    """Tokens of a plan; a question with more options counts with its `max_options` longest branches."""
-    if max(plan.branches) <= max_options:
-        return len(plan)
+def planned_length(plan: Any, questions: Sequence[Question], max_options: int) -> int:
+    """Tokens of a plan; a choice with more options counts with its `max_options` longest branches."""
+    wide = {i for i, question in enumerate(questions) if question["type"] == "choice" and plan.branches[i] > max_options}
     lengths: dict[int, dict[int, int]] = {}
     for question, option in zip(plan.question, plan.option, strict=True):
-        if option >= 0:
+        if question in wide and option >= 0:
             options = lengths.setdefault(question, {})
             options[option] = options.get(option, 0) + 1
     dropped = [sum(sorted(options.values(), reverse=True)[max_options:]) for options in lengths.values()]

@@ -8,6 +8,7 @@ prior = their mean, majority = its most frequent answer, uniform = nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,16 @@ from colabtrain.records.schema import Record, question_key
 ECE_BINS = 15
 FLOOR = 1e-9  # a prior that never saw an option gives it this much, so that its nll stays finite
 
-Priors = dict[tuple[str, ...], list[float]]
+
+@dataclass(frozen=True)
+class Prior:
+    """What training knows of one question: the mean target, and its most frequent answer."""
+
+    mean: list[float]
+    majority: int
+
+
+Priors = dict[tuple[str, ...], Prior]
 
 
 @dataclass(frozen=True)
@@ -99,15 +109,15 @@ def _outcomes(records: Sequence[Record], logits: Tensor) -> list[Outcome]:
 
 
 def priors(records: Sequence[Record]) -> Priors:
-    """The mean target of every question among `records`."""
+    """The mean target and the most frequent answer of every question among `records`."""
     sums: dict[tuple[str, ...], list[float]] = {}
-    counts: dict[tuple[str, ...], int] = {}
+    answers: dict[tuple[str, ...], Counter[int]] = {}
     for record in records:
         for i, target in enumerate(record.targets):
             key = question_key(record, i)
             sums[key] = [a + b for a, b in zip(sums.get(key, [0.0] * len(target)), target, strict=True)]
-            counts[key] = counts.get(key, 0) + 1
-    return {key: [value / counts[key] for value in total] for key, total in sums.items()}
+            answers.setdefault(key, Counter())[record.ys[i]] += 1
+    return {key: Prior([value / answers[key].total() for value in total], answers[key].most_common(1)[0][0]) for key, total in sums.items()}
 
 
 def baselines(records: Sequence[Record], known: Priors) -> dict[str, Any]:
@@ -116,9 +126,8 @@ def baselines(records: Sequence[Record], known: Priors) -> dict[str, Any]:
     for record in records:
         for i, target in enumerate(record.targets):
             uniform = [1.0 / len(target)] * len(target)
-            prior = known.get(question_key(record, i), uniform)
-            top = prior.index(max(prior))
-            majority = [float(k == top) for k in range(len(target))]
-            for name, guess in (("prior", prior), ("majority", majority), ("uniform", uniform)):
+            prior = known.get(question_key(record, i), Prior(uniform, 0))
+            majority = [float(k == prior.majority) for k in range(len(target))]
+            for name, guess in (("prior", prior.mean), ("majority", majority), ("uniform", uniform)):
                 guesses[name].append(outcome(record, i, guess))
     return {name: grouped(outcomes) for name, outcomes in guesses.items()}

@@ -16,8 +16,8 @@ from colabtrain.elastic.batches import MASKED
 
 def logit_matrix(scores: Tensor, option_index: Tensor) -> Tensor:
     """scores [R], option_index [Q, K] -> logits [Q, K]; index R reads the constant 0, R + 1 the masked logit."""
-    constants = torch.tensor([0.0, MASKED], device=scores.device)
-    return torch.cat([scores.float(), constants]).index_select(0, option_index.flatten()).view_as(option_index)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return torch.cat([scores, scores.new_tensor([0.0, MASKED])]).index_select(0, option_index.flatten()).view_as(option_index)
 
 
 def decision_parts(logits: Tensor, targets: Tensor, is_score: Tensor, with_rps: bool = False) -> dict[str, Tensor]:

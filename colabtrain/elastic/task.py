@@ -60,12 +60,13 @@ class ElasticTask:
         self.optimizer = Optimizer(parameters, config, fp16)
         lengths = [self._length(record) for record in self.records]
         self.schedule = Schedule(lengths, config.batch_size, config.token_budget, config.seed)
+        self._fingerprint = self._make_fingerprint()
 
     def _length(self, record: Record) -> int:
         fc = max(self.subnets.values(), key=lambda subnet: subnet.n_latents)
         record = cap_record(record, self.config.max_state_chars)
         plan = self.model.plan(self.model.encode_state(record.state, fc), record.qs, fc)
-        return planned_length(plan, self.config.max_options)
+        return planned_length(plan, record.qs, self.config.max_options)
 
     def step(self, i: int, splits: int = 1) -> StepReport:
         self.model.train()  # a cell may have called eval()
@@ -102,6 +103,9 @@ class ElasticTask:
             parameter.copy_(saved[name])
 
     def fingerprint(self) -> dict[str, Any]:
+        return self._fingerprint
+
+    def _make_fingerprint(self) -> dict[str, Any]:
         data = hashlib.sha256()
         for record in self.records:
             data.update(f"{record.id}/{content_digest(record.state, record.qs, record.targets)}\n".encode())

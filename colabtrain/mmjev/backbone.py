@@ -4,6 +4,9 @@ Why not call its layers: here FFN width is an argument, shared keys / values are
 gradient checkpointing is right in any order of backwards), media tokens can leave, and nothing depends on train mode.
 At full width and depth the result is bit-identical to Gemma3nTextModel's; the parity test holds that.
 
+Only the read-out tokens matter in the end. Once the last layer that makes keys and values has made them, no other
+token's state is read again, so from there on only the read-outs are computed: at E4B 15 of 35 layers.
+
 Shapes: A AltUp streams, T tokens, H hidden, R read-outs; rows have batch size 1.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from colabtrain.mmjev.lora import Dropout, elastic_linear
 from colabtrain.mmjev.packing import Layout, Packed
 
 KeyValue = tuple[Tensor, Tensor]
+Rope = tuple[Tensor, Tensor]  # cos, sin, each [1, T, D]
 
 
 def kv_roles(config: Any) -> list[str]:
@@ -34,6 +39,37 @@ def kv_roles(config: Any) -> list[str]:
         for kind in set(config.layer_types[first_shared:]):
             roles[max(i for i in range(first_shared) if config.layer_types[i] == kind)] = "store"
     return roles
+
+
+@dataclass
+class _Stream:
+    """What flows from layer to layer. hidden [A, 1, t, H], per_layer [1, t, L, P], rope and dropout cover the same t
+    tokens: those of layout, or once `narrow` its read-outs alone; shared keys and values cover all of layout."""
+
+    hidden: Tensor
+    per_layer: Tensor
+    rope: dict[str, Rope]
+    layout: Layout
+    dropout: Dropout | None
+    shared: dict[str, KeyValue]
+    narrow: bool = False
+
+    def drop_media(self, kept: Tensor, text_layout: Layout) -> None:
+        self.layout = text_layout
+        self.shared = {kind: (key.index_select(2, kept), value.index_select(2, kept)) for kind, (key, value) in self.shared.items()}
+        if not self.narrow:  # a read-out is no media token
+            self.hidden = self.hidden.index_select(2, kept)
+            self._take(kept)
+
+    def keep_reads(self) -> None:
+        """Follow layer_forward, which took the read-outs of `hidden`."""
+        self._take(self.layout.reads)
+        self.narrow = True
+
+    def _take(self, index: Tensor) -> None:
+        self.per_layer = self.per_layer.index_select(1, index)
+        self.rope = {kind: _take_rope(rope, index) for kind, rope in self.rope.items()}
+        self.dropout = self.dropout and self.dropout.take(index)
 
 
 def forward(
@@ -49,31 +85,36 @@ def forward(
     embeds [1, T, H]: input embeddings of the row. checkpoint_layers: layers recomputed in the backward pass.
     """
     config, layout = lm.config, packed.layout
-    per_layer = lm.project_per_layer_inputs(embeds, lm.get_per_layer_inputs(packed.ids[None]))
-    hidden = expand_altup(lm, embeds)
-    rope = _rope(lm, embeds, layout)
-    roles, shared = kv_roles(config), dict[str, KeyValue]()
+    stream = _Stream(
+        hidden=expand_altup(lm, embeds),
+        per_layer=lm.project_per_layer_inputs(embeds, lm.get_per_layer_inputs(packed.ids[None])),
+        rope={kind: lm.rotary_emb(embeds, layout.position[None], kind) for kind in set(config.layer_types)},
+        layout=layout,
+        dropout=dropout,
+        shared={},
+    )
+    roles = kv_roles(config)
+    last_own = max(i for i in range(fc.exit_layer) if roles[i] != "reuse")
     for i in range(fc.exit_layer):
         if i == fc.media_exit and packed.kept is not None:
-            layout, dropout = packed.text_layout, dropout and dropout.take(packed.kept)
-            hidden, per_layer = hidden.index_select(2, packed.kept), per_layer.index_select(1, packed.kept)
-            shared = {kind: _take(kv, packed.kept) for kind, kv in shared.items()}
-            rope = _rope(lm, embeds, layout)
+            stream.drop_media(packed.kept, packed.text_layout)
         kind = config.layer_types[i]
         siblings = fc.sibling_from is not None and i >= fc.sibling_from
         window = config.sliding_window if kind == "sliding_attention" else None
-        masks = layout.attention_masks(siblings, window, embeds.dtype)
-        key, value = shared[kind] if roles[i] == "reuse" else (None, None)
-        arguments = (lm.layers[i], hidden, per_layer[:, :, i], *rope[kind], masks, fc.ffn_width, key, value, dropout)
+        masks = stream.layout.attention_masks(siblings, window, embeds.dtype, reads_only=i >= last_own)
+        reads = stream.layout.reads if i == last_own else None
+        key, value = stream.shared[kind] if roles[i] == "reuse" else (None, None)
+        inputs = (stream.hidden, stream.per_layer[:, :, i], *stream.rope[kind], masks, fc.ffn_width, key, value, stream.dropout, reads)
         if i in checkpoint_layers and torch.is_grad_enabled():
             run_layer: Callable[..., Any] = checkpoint
-            hidden, key, value = run_layer(layer_forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+            stream.hidden, key, value = run_layer(layer_forward, lm.layers[i], *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            hidden, key, value = layer_forward(*arguments)
+            stream.hidden, key, value = layer_forward(lm.layers[i], *inputs)
         if roles[i] == "store":
-            shared[kind] = (key, value)
-    # The collapse works token by token: reading first saves three H x H products for all other tokens.
-    return collapse_altup(lm, hidden.index_select(2, layout.reads))[0]
+            stream.shared[kind] = (key, value)
+        if reads is not None:
+            stream.keep_reads()
+    return collapse_altup(lm, stream.hidden)[0]
 
 
 def layer_forward(
@@ -87,16 +128,24 @@ def layer_forward(
     key: Tensor | None,
     value: Tensor | None,
     dropout: Dropout | None,
+    reads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One decoder layer, as Gemma3nTextDecoderLayer in eval mode. hidden [A, 1, T, H], per_layer [1, T, P].
 
-    key, value: another layer's to read instead of its own. Returns (hidden, key, value).
+    key, value: another layer's to read instead of its own. reads [R]: go on with these tokens alone once keys and
+    values are made. Returns (hidden, key, value), hidden [A, 1, R or T, H].
     """
     active = layer.config.altup_active_idx
     predicted = layer.altup.predict(hidden)
     normed = layer.input_layernorm(predicted[active])
+    if key is None or value is None:
+        key, value = keys_values(layer.self_attn, normed, cos, sin, dropout)
+    if reads is not None:
+        predicted, normed, per_layer = (t.index_select(-2, reads) for t in (predicted, normed, per_layer))
+        cos, sin = _take_rope((cos, sin), reads)
+        dropout = dropout and dropout.take(reads)
     laurel = layer.laurel(normed)
-    attended, key, value = attention(layer.self_attn, normed, cos, sin, masks, key, value, dropout)
+    attended = attention(layer.self_attn, normed, cos, sin, masks, key, value, dropout)
     x = (predicted[active] + layer.post_attention_layernorm(attended) + laurel) / math.sqrt(2)
     x = x + layer.post_feedforward_layernorm(feed_forward(layer.mlp, layer.pre_feedforward_layernorm(x), ffn_width, dropout))
     corrected = layer.altup.correct(predicted, x)
@@ -108,28 +157,25 @@ def layer_forward(
     return corrected, key, value
 
 
+def keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor, dropout: Dropout | None) -> KeyValue:
+    """Keys and values [1, KV, T, D] of the row x [1, T, H]."""
+    heads = (*x.shape[:2], -1, module.head_dim)
+    key = _rotate(module.k_norm(elastic_linear(module.k_proj, x, dropout).view(heads)), cos, sin)
+    return key.transpose(1, 2), module.v_norm(elastic_linear(module.v_proj, x, dropout).view(heads)).transpose(1, 2)
+
+
 def attention(
-    module: Any,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    masks: Sequence[Tensor],
-    key: Tensor | None,
-    value: Tensor | None,
-    dropout: Dropout | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over the row x [1, T, H], record by record. Returns (output, key, value)."""
+    module: Any, x: Tensor, cos: Tensor, sin: Tensor, masks: Sequence[Tensor], key: Tensor, value: Tensor, dropout: Dropout | None
+) -> Tensor:
+    """Attention of the tokens x [1, t, H] over keys and values [1, KV, T, D], record by record (masks: [t_i, T_i])."""
     heads = (*x.shape[:2], -1, module.head_dim)
     query = _rotate(module.q_norm(elastic_linear(module.q_proj, x, dropout).view(heads)), cos, sin).transpose(1, 2)
-    if key is None or value is None:
-        key = _rotate(module.k_norm(elastic_linear(module.k_proj, x, dropout).view(heads)), cos, sin).transpose(1, 2)
-        value = module.v_norm(elastic_linear(module.v_proj, x, dropout).view(heads)).transpose(1, 2)
-    assert key is not None and value is not None
-    lengths = [len(mask) for mask in masks]
-    rows = zip(*(t.split(lengths, dim=2) for t in (query, _repeat(key, module), _repeat(value, module))), masks, strict=True)
-    outputs = [F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=module.scaling) for q, k, v, mask in rows]
+    queries = query.split([mask.shape[0] for mask in masks], dim=2)
+    keys, values = (_repeat(t, module).split([mask.shape[1] for mask in masks], dim=2) for t in (key, value))
+    records = zip(queries, keys, values, masks, strict=True)
+    outputs = [F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=module.scaling) for q, k, v, mask in records]
     joined = torch.cat(outputs, dim=2).transpose(1, 2).reshape(*x.shape[:2], -1)
-    return elastic_linear(module.o_proj, joined, dropout), key, value
+    return elastic_linear(module.o_proj, joined, dropout)
 
 
 def feed_forward(module: Any, x: Tensor, ffn_width: int | None, dropout: Dropout | None) -> Tensor:
@@ -159,10 +205,6 @@ def _with_magnitude(x: Tensor, magnitude: Tensor) -> Tensor:
     return x * magnitude / torch.sqrt(torch.mean(x**2, dim=-1, keepdim=True).clamp(min=1e-5))
 
 
-def _rope(lm: Any, embeds: Tensor, layout: Layout) -> dict[str, tuple[Tensor, Tensor]]:
-    return {kind: lm.rotary_emb(embeds, layout.position[None], kind) for kind in set(lm.config.layer_types)}
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, :, None] + torch.cat((-second, first), dim=-1) * sin[:, :, None]
@@ -174,5 +216,5 @@ def _repeat(x: Tensor, module: Any) -> Tensor:
     return x if groups == 1 else x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 
-def _take(kv: KeyValue, kept: Tensor) -> KeyValue:
-    return kv[0].index_select(2, kept), kv[1].index_select(2, kept)
+def _take_rope(rope: Rope, index: Tensor) -> Rope:
+    return rope[0].index_select(1, index), rope[1].index_select(1, index)

@@ -202,7 +202,7 @@ class MMJev(nn.Module):
             masks = Dropout.for_step(*dropout, packed.layout.record, packed.layout.token)
         embeds = self._embed(packed)
         states = backbone.forward(self.lm, embeds[None], packed, fc, masks, self.checkpoint_layers)
-        return self.heads[str(fc.exit_layer)](states.float())[:, 0]
+        return self.heads[str(fc.exit_layer)](states.to(self.latents.dtype))[:, 0]
 
     def run(self, packed: Packed, fc: SubnetConfig) -> list[list[Tensor]]:
         """Logits with gradient: list (record) of list (question) of [num_options]."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -76,25 +77,35 @@ class Layout:
     position: Tensor
     reads: Tensor
     lengths: list[int]  # tokens of each record in the row, on the host
+    read_counts: list[int]  # read-outs of each record, on the host
     spans: list[int]  # highest position of each record, plus 1, on the host
-    masks: dict[tuple[bool, int | None], list[Tensor]] = field(default_factory=dict[tuple[bool, "int | None"], list[Tensor]])
+    masks: dict[tuple[bool, int | None, bool], list[Tensor]] = field(default_factory=dict[tuple[bool, "int | None", bool], list[Tensor]])
 
     def to(self, device: torch.device) -> Layout:
         names = ("record", "token", "question", "option", "position", "reads")
         return replace(self, **{name: getattr(self, name).to(device) for name in names}, masks={})
 
-    def attention_masks(self, siblings: bool, window: int | None, dtype: torch.dtype) -> list[Tensor]:
-        """One additive mask [n, n] a record, made at first use; the window is ignored where no record reaches it."""
+    def attention_masks(self, siblings: bool, window: int | None, dtype: torch.dtype, reads_only: bool = False) -> list[Tensor]:
+        """One additive mask [n, n] a record (reads_only: only the rows of its read-outs), made at first use.
+
+        The window is ignored where no record reaches it.
+        """
         if window is not None and max(self.spans) <= window:
             window = None
-        key = (siblings, window)
+        key = (siblings, window, reads_only)
         if key not in self.masks:
-            parts = zip(*(t.split(self.lengths) for t in (self.question, self.option, self.position)), strict=True)
-            self.masks[key] = [
-                torch.zeros(len(q), len(q), dtype=dtype, device=q.device).masked_fill_(~may_read(q, o, p, siblings, window), -torch.inf)
-                for q, o, p in parts
-            ]
+            self.masks[key] = self._read_rows(*key[:2], dtype) if reads_only else self._all_rows(*key[:2], dtype)
         return self.masks[key]
+
+    def _all_rows(self, siblings: bool, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        records = zip(*(t.split(self.lengths) for t in (self.question, self.option, self.position)), strict=True)
+        readable = [may_read(q, o, p, siblings, window) for q, o, p in records]
+        return [torch.zeros(r.shape, dtype=dtype, device=r.device).masked_fill_(~r, -torch.inf) for r in readable]
+
+    def _read_rows(self, siblings: bool, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        starts = accumulate(self.lengths, initial=0)
+        records = zip(self.attention_masks(siblings, window, dtype), self.reads.split(self.read_counts), starts, strict=False)
+        return [mask.index_select(0, reads - start) for mask, reads, start in records]
 
 
 def may_read(question: Tensor, option: Tensor, position: Tensor, siblings: bool, window: int | None) -> Tensor:
@@ -170,7 +181,7 @@ def pack(plans: Sequence[Plan], first_slot: int = 0) -> Packed:
 
 def _layout(plans: Sequence[Plan], first_slot: int) -> Layout:
     lengths = [len(plan) for plan in plans]
-    starts = [sum(lengths[:i]) for i in range(len(plans))]
+    starts = list(accumulate(lengths, initial=0))[:-1]
     return Layout(
         record=torch.repeat_interleave(torch.arange(first_slot, first_slot + len(plans)), torch.tensor(lengths)),
         token=torch.cat([torch.arange(n) for n in lengths]),
@@ -179,6 +190,7 @@ def _layout(plans: Sequence[Plan], first_slot: int) -> Layout:
         position=torch.tensor([p for plan in plans for p in plan.position]),
         reads=torch.tensor([start + r for start, plan in zip(starts, plans, strict=True) for r in plan.reads]),
         lengths=lengths,
+        read_counts=[len(plan.reads) for plan in plans],
         spans=[max(plan.position) + 1 for plan in plans],
     )
 
@@ -189,5 +201,6 @@ def _without_media(layout: Layout, media: Tensor, kept: Tensor) -> Layout:
         *(t[kept] for t in (layout.record, layout.token, layout.question, layout.option, layout.position)),
         reads=new_index[layout.reads],
         lengths=[int((~part).sum()) for part in media.split(layout.lengths)],
+        read_counts=layout.read_counts,
         spans=layout.spans,
     )

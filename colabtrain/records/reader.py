@@ -16,13 +16,13 @@ def load_records(source: Any) -> list[Record]:
     A mapping's name is the task of records that name none. Raises ValueError naming file, line, record and field;
     FileNotFoundError for a missing file.
     """
-    records = list(_read(source, "data", "data"))
+    records = list(_read(source, None, "data"))
     if not records:
         raise ValueError(f"data={str(source)[:80]!r} holds no records; give at least one")
     return records
 
 
-def _read(source: Any, task: str, where: str) -> Iterator[Record]:
+def _read(source: Any, task: str | None, where: str) -> Iterator[Record]:
     if isinstance(source, (str, Path)):
         yield from _read_jsonl(Path(source), task)
     elif isinstance(source, Mapping) and "qs" not in source:
@@ -33,30 +33,29 @@ def _read(source: Any, task: str, where: str) -> Iterator[Record]:
             if isinstance(item, (str, Path)):
                 yield from _read_jsonl(Path(item), task)
             elif isinstance(item, (Mapping, Record)):
-                yield to_record(cast("Mapping[str, Any] | Record", item), f"{where}[{index}]", task)
+                yield to_record(cast("Mapping[str, Any] | Record", item), f"{where}[{index}]", task or "data")
             else:
                 raise ValueError(f"{where}[{index}] is a {type(item).__name__}; give a record (mapping or Record) or a path")
     else:
         raise ValueError(f"{where} is a {type(source).__name__}; give a path, a list of records, or a mapping name -> either")
 
 
-def _read_jsonl(path: Path, task: str) -> Iterator[Record]:
+def _read_jsonl(path: Path, task: str | None) -> Iterator[Record]:
     if path.is_dir() or not path.exists():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise FileNotFoundError(f"data file {str(path)!r} {what} (seen from {str(Path.cwd())!r}); give a .jsonl file")
-    task = path.name.split(".")[0] if task == "data" else task
-    with path.open(encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield to_record(_parse(line, f"{path.name} line {number}"), f"{path.name} line {number}", task)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8 JSON lines") from None
+    task = path.name.split(".")[0] if task is None else task
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield to_record(_parse(line, f"{path.name} line {number}"), f"{path.name} line {number}", task)
 
 
-def _parse(line: str, where: str) -> Mapping[str, Any]:
+def _parse(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        raw = json.loads(line)
+        raw = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text ({error.reason} at its byte {error.start}); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); one record a line is wanted") from None
     if not isinstance(raw, dict):

@@ -83,7 +83,7 @@ def to_record(raw: Mapping[str, Any] | Record, where: str, default_task: str = "
     """
     if isinstance(raw, Record):
         raw = {name: getattr(raw, name) for name in Record.__slots__}
-    who = f"{where} (id {raw['id']!r})" if raw.get("id") else where
+    who = where if raw.get("id") is None else f"{where} (id {raw['id']!r})"
     qs = _sequence(raw.get("qs"), f"{who}: qs", "questions")
     if not qs:
         raise ValueError(f"{who}: qs is empty; a record needs at least one question, or leave the record out")
@@ -102,7 +102,7 @@ def to_record(raw: Mapping[str, Any] | Record, where: str, default_task: str = "
         qs=questions,
         targets=targets,
         ys=ys,
-        id=_text(raw.get("id") or content_digest(state, questions, targets)[:16], f"{who}: id"),
+        id=_text(content_digest(state, questions, targets)[:16] if raw.get("id") is None else raw["id"], f"{who}: id"),
         group=None if raw.get("group") is None else _text(raw["group"], f"{who}: group"),
     )
 
@@ -123,6 +123,13 @@ def _shown(value: Any) -> str:
     return "missing" if value is None else repr(value)[:80]
 
 
+def _check_json(value: Any, what: str) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} is {_shown(value)}; it must be text or JSON ({error})") from None
+
+
 def _name(question: Any, index: int) -> str:
     return str(question.get("name") or index) if isinstance(question, Mapping) else str(index)
 
@@ -139,6 +146,8 @@ def _seg(seg: Any, what: str) -> Seg:
         raise ValueError(f"{what}: kind is {_shown(seg.kind)}; it must be one of {', '.join(KINDS)}")
     if seg.data is None:
         raise ValueError(f"{what}: data is missing; give the {seg.kind}")
+    if seg.kind == "text":
+        _check_json(seg.data, f"{what}: data")
     return seg
 
 
@@ -150,10 +159,18 @@ def _question(raw: Any, who: str) -> Question:
         raise ValueError(f"{who}: type is {_shown(raw.get('type'))}; it must be one of {', '.join(TYPES)}")
     if raw.get("instructions") in (None, ""):
         raise ValueError(f"{who}: instructions are missing; say what is asked")
+    _check_json(raw["instructions"], f"{who}: instructions")
+    if raw.get("name") is not None:
+        _text(raw["name"] or "-", f"{who}: name")
     criteria = raw.get("criteria")
     {"choice": _check_choice, "score": _check_score, "noul": _check_noul}[question["type"]](criteria, who)
     if question["type"] == "choice":
         question["criteria"] = {as_text(option): description for option, description in (criteria or {}).items()}
+        if len(question["criteria"]) < len(criteria or {}):
+            raise ValueError(f"{who}: criteria is {_shown(criteria)}; two options read the same as text")
+    elif question["type"] == "score":
+        question["criteria"] = list(criteria or ())
+    _check_json(question.get("criteria"), f"{who}: criteria")
     return question
 
 
@@ -209,6 +226,8 @@ def _target(target: Any, y: Any, num_options: int, name: str, from_ys: bool) -> 
     total = sum(values)
     if abs(total - 1.0) > SUM_TOLERANCE:
         raise ValueError(f"{name}: targets sum to {total:g}; they must sum to 1 (divide them by their sum)")
+    if abs(total - 1.0) < 1e-12:  # as they are: a record that is written and read again stays the same to the last bit
+        total = 1.0
     return tuple(float(value / total) for value in values)
 
 
@@ -231,4 +250,6 @@ def content_digest(state: Sequence[Seg], qs: Sequence[Question], targets: Sequen
 def _media_digest(data: Any) -> Any:
     if hasattr(data, "detach"):  # a tensor: its repr leaves most of it out
         data = data.detach().float().cpu().contiguous().numpy().tobytes()
+    elif hasattr(data, "tobytes"):  # an array or a picture
+        data = data.tobytes()
     return hashlib.sha256(data).hexdigest() if isinstance(data, bytes) else data

@@ -68,7 +68,7 @@ def capture(step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mappi
 def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
     """Put `snapshot` on disk as folder/step-XXXXXXXX. Raises OSError; then nothing of it is left behind."""
     final = folder / f"{PREFIX}{snapshot.step:08d}"
-    staging = folder / f".staging-{final.name}"
+    staging, replaced = folder / f".staging-{final.name}", folder / f".replaced-{final.name}"
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -85,12 +85,18 @@ def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
         _sync(staging / MANIFEST)
         _sync(staging)
         if final.exists():  # an older one of the same step, which a resume found unusable or went behind
-            shutil.rmtree(final)
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(final, replaced)
         os.replace(staging, final)
         _sync(folder)
-    except OSError:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if replaced.exists() and not final.exists():
+            os.replace(replaced, final)
+        if isinstance(error, SafetensorError):  # safetensors says so when the disk is full
+            raise OSError(f"{final.name}: {error}") from None
         raise
+    shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
@@ -99,22 +105,30 @@ def listed(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{PREFIX}[0-9]*"), reverse=True) if folder.exists() else []
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for path in listed(folder)[keep:]:
+def prune(newest: Path, keep: int) -> None:
+    """Keep `newest`, just written, and the `keep` - 1 before it; remove what is older.
+
+    One with a later step is neither counted nor removed: it could not be read when the run went back behind it, and
+    must not push out the good ones.
+    """
+    for path in [path for path in listed(newest.parent) if path.name <= newest.name][keep:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def clear_staging(folder: Path) -> None:
     """Remove what a write that was cut off left behind."""
-    for path in folder.glob(".staging-*"):
+    for path in folder.glob(".replaced-*"):  # cut off between the two renames: the older one is whole
+        if not (final := folder / path.name.removeprefix(".replaced-")).exists():
+            os.replace(path, final)
+    for path in (*folder.glob(".staging-*"), *folder.glob(".replaced-*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def read(path: Path) -> Checkpoint:
     """The checkpoint at `path`, every file checked against the manifest. Raises CheckpointError with the reason."""
+    name = MANIFEST
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / name).read_text())
         sizes = {str(entry["name"]): (int(entry["size"]), str(entry["sha256"])) for entry in manifest["files"]}
         wanted = {STATE, DIARY_FILE, *(f"{group}.safetensors" for group in TENSOR_GROUPS)}
         if manifest["format"] != FORMAT or set(sizes) != wanted:
@@ -125,11 +139,15 @@ def read(path: Path) -> Checkpoint:
                 raise CheckpointError(f"{name} has {found} bytes, not the {size} of the manifest")
             if _sha256(path / name) != sha256:
                 raise CheckpointError(f"{name} has another sha256 than the manifest")
-        state = json.loads((path / STATE).read_text())
-        tensors = {group: load_file(path / f"{group}.safetensors") for group in TENSOR_GROUPS}
-        return Checkpoint(path, int(state["step"]), tensors, state)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{type(error).__name__}: {error}") from None
+        name = STATE
+        state = json.loads((path / name).read_text())
+        step, tensors = int(state["step"]), dict[str, dict[str, Tensor]]()
+        for group in TENSOR_GROUPS:
+            name = f"{group}.safetensors"
+            tensors[group] = load_file(path / name)
+        return Checkpoint(path, step, tensors, state)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from None
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, list[tuple[str, str]]]:

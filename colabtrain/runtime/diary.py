@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ class Diary:
         self.folder, self.path, self._clock = folder, folder / DIARY_FILE, clock
         self._lock = threading.Lock()
         self._unwritten: list[tuple[Path, str]] = []
+        self._refused = False
         folder.mkdir(parents=True, exist_ok=True)
         for path in (self.path, folder / LOG_FILE):
             _end_torn_line(path)
@@ -54,9 +56,13 @@ class Diary:
         while self._unwritten:
             path, line = self._unwritten[0]
             try:
+                if self._refused:
+                    _end_torn_line(path)  # the disk may have taken part of the line
                 with path.open("ab") as file:
-                    file.write(line.encode() + b"\n")
+                    file.write(line.encode(errors="backslashreplace") + b"\n")
+                self._refused = False
             except OSError:
+                self._refused = True
                 del self._unwritten[: max(0, len(self._unwritten) - MAX_UNWRITTEN)]
                 return
             del self._unwritten[0]
@@ -64,9 +70,11 @@ class Diary:
 
 def _end_torn_line(path: Path) -> None:
     """A process that died in the middle of a line left it unfinished; the next one must not be glued to it."""
-    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
-        with path.open("ab") as file:
-            file.write(b"\n")
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def _finite(value: Any) -> Any:

@@ -170,7 +170,7 @@ class Keeper:
         try:
             snapshot = checkpoint.capture(step, tensors, state, self.diary.size())
             path = checkpoint.write(self.folder, snapshot, self.diary.path)
-            checkpoint.prune(self.folder, self.config.keep_local)
+            checkpoint.prune(path, self.config.keep_local)
         except (OSError, CheckpointError) as error:
             self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {error}; training goes on", step=step)
         else:

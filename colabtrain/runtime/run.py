@@ -42,7 +42,7 @@ class Run:
         self.exception_text: str | None = None  # the traceback
         self.error_line: str | None = None  # type and message
         self._task, self._config, self._resume_saved = task, config, resume
-        self._state: State = "starting"
+        self._state: State = "starting"  # written by the worker alone
         self._stop, self._pause, self._wake, self._done = (threading.Event() for _ in range(4))
         self._lock = FolderLock(self.folder)
         self._thread = threading.Thread(target=self._work, name="colabtrain-train", daemon=True)
@@ -53,7 +53,7 @@ class Run:
     @property
     def state(self) -> State:
         """starting, running, paused, stopping, stopped, finished or failed."""
-        return self._state
+        return "stopping" if self._stop.is_set() and self._state not in ENDED else self._state
 
     def launch(self) -> None:
         """Lock the folder and start the thread. Raises AlreadyRunning if another run has the folder."""
@@ -87,8 +87,6 @@ class Run:
         """Stop at the next step boundary and save. With wait, returns when that is done, at most `timeout` seconds later."""
         self._stop.set()
         self._wake.set()
-        if self._state not in ENDED:
-            self._state = "stopping"
         if wait:
             self._done.wait(timeout)
         return self.state
@@ -142,7 +140,6 @@ class Run:
             self._wake.wait(POLL_SECONDS)
             self._wake.clear()
         if self._asked_to_stop():
-            self._state = "stopping"
             return False
         if held:
             self._state = "running"
