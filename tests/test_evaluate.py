@@ -97,7 +97,7 @@ def test_baselines_by_hand() -> None:
     assert found["prior"]["brier"] == pytest.approx(brier)
     assert found["prior"]["ece"] == pytest.approx(abs(0.5 - p[0]))
     assert found["majority"] == pytest.approx({"n": 2, "accuracy": 0.5, "nll": -math.log(1e-9) / 2, "brier": 1.0, "ece": 0.5})
-    assert found["uniform"]["accuracy"] == 0.5 and found["uniform"]["nll"] == pytest.approx(math.log(3))
+    assert found["uniform"]["accuracy"] == pytest.approx(1 / 3) and found["uniform"]["nll"] == pytest.approx(math.log(3))
     assert found["uniform"]["brier"] == pytest.approx(4 / 9 + 1 / 9 + 1 / 9)
 
 
@@ -121,7 +121,7 @@ def test_unseen_question_is_guessed_uniformly(change: dict[str, Any]) -> None:
     found = baselines(records([0.0, 0.0, 1.0], **change), known)
     assert found["prior"] == found["uniform"]
     assert found["prior"]["overall"]["nll"] == pytest.approx(math.log(3))
-    assert found["prior"]["overall"]["accuracy"] == 0.0, "all alike, so the first option"
+    assert found["prior"]["overall"]["accuracy"] == pytest.approx(1 / 3), "all alike: a coin toss"
     assert baselines(records([0.0, 0.0, 1.0]), known)["prior"]["overall"]["accuracy"] == 1.0, "the same question is known"
 
 

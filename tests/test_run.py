@@ -17,8 +17,10 @@ from toy_task import ToyTask
 
 import colabtrain
 from colabtrain.runtime import checkpoint
-from colabtrain.runtime.diary import Tail
+from colabtrain.runtime.diary import Diary, Tail
+from colabtrain.runtime.loop import Recorder
 from colabtrain.runtime.run import AlreadyRunning, Run, RunFailed
+from colabtrain.task import StepReport
 
 pytestmark = pytest.mark.colab
 
@@ -332,3 +334,18 @@ def test_wrong_calls_are_refused_before_anything_starts(arguments: dict[str, Any
     with warnings.catch_warnings(), pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
         colabtrain.start(**arguments, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+# Averages
+
+
+def test_the_moving_average_starts_as_a_mean_and_skips_what_is_not_finite(tmp_path: Path) -> None:
+    recorder = Recorder(Diary(tmp_path), 50, 200)
+    for i, loss in enumerate([4.0, 2.0, float("nan"), 3.0], 1):
+        recorder.add(i, StepReport(loss={"a": loss}), 0.1)
+    assert [event["ema"]["a"] for event in events(tmp_path, "step")] == [4.0, 3.0, 3.0, pytest.approx(3.0)]
+    assert events(tmp_path, "step")[2]["loss"]["a"] is None  # NaN is no JSON
+    for i in range(5, 300):
+        recorder.add(i, StepReport(loss={"a": 3.0}), 0.1)
+    recorder.add(300, StepReport(loss={"a": 103.0}), 0.1)
+    assert recorder.totals["ema"]["a"] == pytest.approx(5.0)  # 0.98 of the average, 0.02 of the new loss

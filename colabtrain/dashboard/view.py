@@ -18,7 +18,7 @@ from typing import Any
 
 from colabtrain.dashboard import charts
 from colabtrain.dashboard.charts import Curve
-from colabtrain.runtime.diary import Event
+from colabtrain.runtime.diary import Event, duration
 
 MAX_LINES, MAX_LOG_BYTES, MAX_LINE_CHARS = 200, 32_000, 2_000
 ALIVE = ("starting", "running", "paused", "stopping")
@@ -213,13 +213,6 @@ def clock(seconds: float | None) -> str:
         return "" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))
     except (ValueError, OverflowError, OSError):
         return ""
-
-
-def duration(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _bar(status: Status) -> str:

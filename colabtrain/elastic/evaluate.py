@@ -1,9 +1,9 @@
 """How good each sub-network is on held-out records, and what guessing would have reached.
 
-accuracy: the most probable option is the answer (ys). nll: cross-entropy with the target in nats. brier: squared
-error of the probabilities, summed over options. ece: expected calibration error of the top option, 15 equal-width
-bins (Naeini et al. 2015). Baselines know only the training targets of the same question (task, name, options):
-prior = their mean, majority = its most frequent answer, uniform = nothing.
+accuracy: the most probable option is the answer (ys); of n tied ones each counts 1/n. nll: cross-entropy with the
+target in nats. brier: squared error of the probabilities, summed over options. ece: expected calibration error of the
+top option, 15 equal-width bins (Naeini et al. 2015). Baselines know only the training targets of the same question
+(task, name, options): prior = their mean, majority = its most frequent answer, uniform = nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def outcome(record: Record, index: int, probabilities: Sequence[float]) -> Outco
     return Outcome(
         kind=record.qs[index]["type"],
         question=f"{key[0]}/{key[1]}",
-        accuracy=float(int(p.argmax()) == y),
+        accuracy=float(p[y] == p.max()) / int((p == p.max()).sum()),  # a tie is a coin toss
         nll=float(-(t * p.clamp(min=FLOOR).log()).sum()),
         brier=float((p - t).square().sum()),
         confidence=float(p.max()),

@@ -136,3 +136,13 @@ def _flat(value: Event, prefix: str = "") -> Event:
     for key, item in value.items():
         flat |= _flat(item, f"{prefix}{key}/") if isinstance(item, dict) else {prefix + key: item}
     return flat
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 05 s` or `2 h 07 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -7,6 +7,7 @@ checkpoint that contains them, so the diary in a checkpoint is whole.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from colabtrain.config import RunConfig
 from colabtrain.device import memory_bytes
 from colabtrain.runtime import checkpoint
 from colabtrain.runtime.checkpoint import Checkpoint, CheckpointError
-from colabtrain.runtime.diary import DIARY_FILE, Diary
+from colabtrain.runtime.diary import DIARY_FILE, Diary, duration
 from colabtrain.task import Describes, Evaluates, StepReport, Task
 
 EMA_DECAY = 0.98
@@ -79,7 +80,7 @@ class Recorder:
 
     def __init__(self, diary: Diary, log_every: int, num_steps: int) -> None:
         self.diary, self.log_every, self.num_steps = diary, log_every, num_steps
-        self.totals: dict[str, Any] = {"ema": {}, "seconds": 0.0, "tokens": 0, "questions": 0}
+        self.totals: dict[str, Any] = {"ema": {}, "averaged_steps": {}, "seconds": 0.0, "tokens": 0, "questions": 0}
         self.seconds_per_step: float | None = None
         self._pending: list[tuple[int, StepReport, float]] = []
         self._first = True
@@ -97,9 +98,7 @@ class Recorder:
 
     def _write(self, step: int, report: StepReport, seconds: float) -> None:
         loss = _read(report.loss)
-        ema: dict[str, float] = self.totals["ema"]
-        for name, value in loss.items():
-            ema[name] = EMA_DECAY * ema.get(name, value) + (1 - EMA_DECAY) * value
+        self._average(loss)
         self.totals["seconds"] += seconds
         self.totals["tokens"] += report.tokens
         self.totals["questions"] += report.questions
@@ -114,7 +113,7 @@ class Recorder:
             step=step,
             epoch=report.epoch,
             loss=loss,
-            ema=dict(ema),
+            ema=dict(self.totals["ema"]),
             parts={name: _read(parts) for name, parts in report.parts.items()},
             lr=dict(report.lr),
             grad_norm=_read(report.grad_norm),
@@ -124,6 +123,16 @@ class Recorder:
             seconds=seconds,
             memory=memory,
         )
+
+    def _average(self, loss: Mapping[str, float]) -> None:
+        """EMA(0.98) that starts as the plain mean, so that the first loss does not weigh for a hundred steps."""
+        ema: dict[str, float] = self.totals["ema"]
+        counts: dict[str, int] = self.totals["averaged_steps"]
+        for name, value in loss.items():
+            if math.isfinite(value):
+                counts[name] = counts.get(name, 0) + 1
+                weight = max(1 - EMA_DECAY, 1 / counts[name])
+                ema[name] = (1 - weight) * ema.get(name, value) + weight * value
 
     def _line(self, step: int, memory: Mapping[str, int]) -> str:
         losses = ", ".join(f"{name} {value:.4f}" for name, value in self.totals["ema"].items())
@@ -135,16 +144,6 @@ class Recorder:
 
 def _read(values: Mapping[str, float | Tensor]) -> dict[str, float]:
     return {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()}
-
-
-def duration(seconds: float) -> str:
-    """`42 s`, `3 min 05 s` or `2 h 07 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 class Keeper:
