@@ -17,8 +17,6 @@ from colabtrain.config import TrainConfig
 from colabtrain.records import Record, Seg, cap_record, load_records, select
 from colabtrain.records.schema import option_names, question_key
 
-pytestmark = pytest.mark.colab
-
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 CHOICE = {"type": "choice", "name": "team", "instructions": "Which team?", "criteria": {"a": "first", "b": None, "c": "third"}}

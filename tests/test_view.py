@@ -11,8 +11,6 @@ import pytest
 from colabtrain.dashboard import charts, view
 from colabtrain.dashboard.view import Status, View
 
-pytestmark = pytest.mark.colab
-
 
 def step(i: int, full: float | None = 1.0, **fields: Any) -> dict[str, Any]:
     return {
