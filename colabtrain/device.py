@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from pathlib import Path
+
+
+def machine() -> dict[str, str | int]:
+    """What bit-identical numbers depend on beside the run's own settings; saved with each checkpoint."""
+    import torch
+
+    described: dict[str, str | int] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+    return described
 
 
 def memory_bytes() -> dict[str, int]:

@@ -16,7 +16,7 @@ import torch
 from toy_task import ToyTask
 
 import colabtrain
-from colabtrain.runtime import checkpoint
+from colabtrain.runtime import checkpoint, loop
 from colabtrain.runtime.diary import Diary, Tail
 from colabtrain.runtime.loop import Recorder
 from colabtrain.runtime.run import AlreadyRunning, Run, RunFailed
@@ -349,3 +349,13 @@ def test_the_moving_average_starts_as_a_mean_and_skips_what_is_not_finite(tmp_pa
         recorder.add(i, StepReport(loss={"a": 3.0}), 0.1)
     recorder.add(300, StepReport(loss={"a": 103.0}), 0.1)
     assert recorder.totals["ema"]["a"] == pytest.approx(5.0)  # 0.98 of the average, 0.02 of the new loss
+
+
+def test_another_machine_is_said_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(ToyTask(2), tmp_path).wait(SECONDS)
+    assert json.loads((tmp_path / "checkpoints/step-00000002/state.json").read_text())["machine"]["torch"] == torch.__version__
+    real = loop.machine()
+    monkeypatch.setattr(loop, "machine", lambda: {**real, "threads": 64})
+    assert start(ToyTask(3), tmp_path).wait(SECONDS) == "finished"
+    said = [event["text"] for event in events(tmp_path, "log") if "another machine" in event["text"]]
+    assert len(said) == 1 and f"threads: checkpoint {real['threads']!r}, now 64" in said[0]

@@ -6,6 +6,7 @@ checkpoint that contains them, so the diary in a checkpoint is whole.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from colabtrain.config import RunConfig
-from colabtrain.device import memory_bytes
+from colabtrain.device import machine, memory_bytes
 from colabtrain.runtime import checkpoint
 from colabtrain.runtime.checkpoint import Checkpoint, CheckpointError
 from colabtrain.runtime.diary import DIARY_FILE, Diary, duration
@@ -99,6 +100,7 @@ class Recorder:
     def _write(self, step: int, report: StepReport, seconds: float) -> None:
         loss = _read(report.loss)
         self._average(loss)
+        self.totals["epoch"] = report.epoch
         self.totals["seconds"] += seconds
         self.totals["tokens"] += report.tokens
         self.totals["questions"] += report.questions
@@ -165,7 +167,13 @@ class Keeper:
             return
         started = time.perf_counter()
         tensors, meta = self.task.state()
-        state = {"fingerprint": self.task.fingerprint(), "task": meta, "totals": recorder.totals}
+        state = {
+            "fingerprint": self.task.fingerprint(),
+            "task": meta,
+            "totals": recorder.totals,
+            "run_config": dataclasses.asdict(self.config),
+            "machine": machine(),
+        }
         try:
             snapshot = checkpoint.capture(step, tensors, state, self.diary.size())
             path = checkpoint.write(self.folder, snapshot, self.diary.path)
@@ -198,6 +206,8 @@ class Keeper:
         self.task.load(found.tensors, found.state["task"])
         checkpoint.set_rng_state(found.state["rng"])
         recorder.totals = dict(found.state["totals"])
+        if changes := _differences(found.state["machine"], machine()):
+            self.diary.log(f"another machine than the checkpoint's ({changes}): numbers may differ in their last bits from here on")
         self._saved_step = found.step
         self.diary.write("resumed", f"resumed from step {found.step:,} of checkpoint {found.path}", step=found.step)
         return found.step
@@ -205,14 +215,16 @@ class Keeper:
     def _check(self, found: Checkpoint) -> None:
         saved = found.state["fingerprint"]
         mine = json.loads(json.dumps(self.task.fingerprint()))  # what it would be after a round trip: tuples are lists there
-        differences = [
-            f"{key}: checkpoint {saved.get(key)!r}, now {mine.get(key)!r}" for key in {**saved, **mine} if saved.get(key) != mine.get(key)
-        ]
-        if differences:
+        if differences := _differences(saved, mine):
             raise ValueError(
-                f"checkpoint {found.path} belongs to another experiment ({'; '.join(differences)}); "
+                f"checkpoint {found.path} belongs to another experiment ({differences}); "
                 "use the same data and settings, or give another run folder"
             )
+
+
+def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
+    return "; ".join(f"{name}: checkpoint {saved.get(name)!r}, now {mine.get(name)!r}" for name in names)
 
 
 def adopt_diary(folder: Path) -> None:
