@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -20,27 +21,45 @@ DEMO_OPTIONS: dict[str, Any] = {"batch_size": 8, "log_every": 25, "max_eval_reco
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        model, data, options = {"demo": _demo, "train": _train}[arguments.command](arguments)
-        return _run_in_foreground(model, data, arguments.run, options)
-    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+        started = _start(arguments)
+    except (ValueError, OSError, ImportError) as error:
         return _fail(str(error), WRONG_ARGUMENTS)
+    except KeyboardInterrupt:
+        return _fail("interrupted before anything was trained", INTERRUPTED)
+    return started if isinstance(started, int) else _run_in_foreground(*started)
+
+
+def _start(arguments: argparse.Namespace) -> tuple[Any, Any] | int:
+    """(run, tail of its diary), or an exit code."""
+    model, data, options = {"demo": _demo, "train": _train}[arguments.command](arguments)
+
+    from colabtrain.api import start
+    from colabtrain.runtime.diary import DIARY_FILE, Tail
+    from colabtrain.runtime.run import AlreadyRunning
+
+    tail = Tail(arguments.run / DIARY_FILE)
+    tail.new()  # what an earlier session wrote is in the folder, not news
+    try:
+        return start(model, data, run_dir=arguments.run, display=False, **options), tail
+    except AlreadyRunning as error:
+        return _fail(str(error), FAILED)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="colabtrain", description="Train typed decisions in the background; survive the machine.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train the tiny model on generated decisions, about two minutes on two CPU cores")
+    demo = commands.add_parser("demo", help="train the tiny model on generated decisions (about two minutes on two CPU cores)")
     demo.add_argument("--steps", type=int, default=300)
     demo.add_argument("--run", type=Path, default=Path("runs/demo"), metavar="DIR")
     train = commands.add_parser("train", help="train on your records; a run folder with checkpoints is resumed")
     train.add_argument("--model", required=True, metavar="tiny|MODULE:FUNCTION", help="`tiny`, or a function that returns a model")
     train.add_argument("--data", required=True, nargs="+", metavar="FILE", help="JSONL records")
     train.add_argument("--run", required=True, type=Path, metavar="DIR", help="folder of this run")
-    train.add_argument("--steps", type=int)
-    train.add_argument("--epochs", type=int)
-    train.add_argument("--seed", type=int)
-    train.add_argument("--checkpoint-every", type=int, metavar="STEPS")
-    train.add_argument("--eval-every", type=int, metavar="STEPS")
+    train.add_argument("--steps", type=int, help="updates of the whole run; default: one epoch")
+    train.add_argument("--epochs", type=int, help="passes over the data, instead of --steps")
+    train.add_argument("--seed", type=int, help="of batches, dropout and the trained parts' start; default 0")
+    train.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="default 200; also every 5 minutes")
+    train.add_argument("--eval-every", type=int, metavar="STEPS", help="default: at the end only")
     train.add_argument("--config", type=Path, metavar="FILE.toml", help="options as top-level keys")
     train.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any TrainConfig or RunConfig field")
     return parser
@@ -58,10 +77,17 @@ def _demo(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
 def _train(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     options: dict[str, Any] = {}
     if arguments.config:
-        options |= tomllib.loads(arguments.config.read_text())
+        try:
+            options |= tomllib.loads(arguments.config.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--config {str(arguments.config)!r} cannot be read: {error}") from None
     named = ("steps", "epochs", "seed", "checkpoint_every", "eval_every")
     options |= {name: getattr(arguments, name) for name in named if getattr(arguments, name) is not None}
     options |= dict(_assignment(text) for text in arguments.set)
+    if taken := sorted(options.keys() & {"jev", "data", "task", "run_dir", "config", "resume", "display"}):
+        raise ValueError(
+            f"{taken[0]}={options[taken[0]]!r} is no option of --set or --config; the command line has its own for what it offers"
+        )
     return _model(arguments.model), arguments.data, options
 
 
@@ -84,43 +110,58 @@ def _model(name: str) -> Any:
     if not colon:
         raise ValueError(f"--model {name!r} is unknown; give `tiny`, or module:function for a function that returns a model")
     sys.path.insert(0, str(Path.cwd()))
-    make: Callable[[], Any] | None = getattr(importlib.import_module(module), function, None)
+    try:
+        make: Callable[[], Any] | None = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise ValueError(f"--model {name!r}: {error}; the module must be importable from here") from None
     if not callable(make):
         raise ValueError(f"--model {name!r}: module {module!r} has no function {function!r}")
     return make()
 
 
-def _run_in_foreground(model: Any, data: Any, folder: Path, options: dict[str, Any]) -> int:
-    from colabtrain.api import start
-    from colabtrain.dashboard.pictures import save_loss_picture
-    from colabtrain.dashboard.text import evaluation_table, follow
-    from colabtrain.runtime.diary import DIARY_FILE, Tail
-    from colabtrain.runtime.run import AlreadyRunning, RunFailed
+def _run_in_foreground(run: Any, tail: Any) -> int:
+    from colabtrain.dashboard.text import follow
+    from colabtrain.runtime.run import RunFailed
 
-    tail = Tail(folder / DIARY_FILE)
-    tail.new()  # what an earlier session wrote is in the folder, not news
-    try:
-        run = start(model, data, run_dir=folder, display=False, **options)
-    except AlreadyRunning as error:
-        return _fail(str(error), FAILED)
     try:
         state = follow(run, tail, _say)
     except RunFailed:
-        return _fail(f"failed: {run.error_line} (traceback in {folder / 'train.log'})", FAILED)
+        return _failed(run)
     except KeyboardInterrupt:
-        _say("interrupted: saving a checkpoint (the same line goes on from it) ...")
-        run.stop()
-        return _fail(f"interrupted at step {run.step:,}; run the same line again to go on", INTERRUPTED)
-    evaluations = [event for event in Tail(folder / DIARY_FILE).new() if event["event"] == "evaluation"]
+        _say("interrupted: saving a checkpoint ...")
+        return _failed(run) if run.stop() == "failed" else _stopped(run)
+    _show_results(run)
+    return 0 if state == "finished" else _stopped(run)
+
+
+def _failed(run: Any) -> int:
+    saved = f"the checkpoint of step {run.saved_step:,} is safe" if run.saved_step else "nothing was saved"
+    return _fail(f"failed: {run.error_line}; {saved} (traceback in {run.folder / 'train.log'})", FAILED)
+
+
+def _stopped(run: Any) -> int:
+    state = "stopped" if run.state == "stopped" else "still stopping (a step does not end)"
+    saved = f"the checkpoint of step {run.saved_step:,} is safe" if run.saved_step else "nothing was saved yet"
+    return _fail(f"{state} at step {run.step:,}; {saved}; run the same line again to go on", INTERRUPTED)
+
+
+def _show_results(run: Any) -> None:
+    from colabtrain.dashboard.pictures import save_loss_picture
+    from colabtrain.dashboard.text import evaluation_table
+    from colabtrain.runtime.diary import DIARY_FILE, Tail
+
+    evaluations = [event for event in Tail(run.folder / DIARY_FILE).new() if event["event"] == "evaluation"]
     if evaluations:
         _say("\n" + evaluation_table(evaluations[-1]))
-        (folder / "evaluation.json").write_text(json.dumps(evaluations[-1], indent=1))
-    _say(f"\nloss picture: {save_loss_picture(run.history(), folder / 'loss.png', str(folder))}")
-    return 0 if state == "finished" else INTERRUPTED
+        (run.folder / "evaluation.json").write_text(json.dumps(evaluations[-1], indent=1))
+    _say(f"\nloss picture: {save_loss_picture(run.history(), run.folder / 'loss.png', run.folder.name)}")
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; the training goes on
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _fail(text: str, code: int) -> int:

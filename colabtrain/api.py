@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from colabtrain.elastic.task import ElasticTask
 from colabtrain.records import load_records, select
 from colabtrain.runtime.run import Run
 from colabtrain.task import Task
+
+MODEL_MEMBERS = ("lm", "encode_state", "plan", "pack", "scores", "trainable", "configure", "validate", "reset_trainable", "fingerprint")
 
 
 def start(
@@ -32,26 +36,37 @@ def start(
     field of TrainConfig or RunConfig.
 
     Raises ValueError, before anything is trained, for a wrong option, record or model; AlreadyRunning if a live run
-    has the folder.
+    has the folder or the model.
     """
     train, run_config = split_options(options, config)
     if task is None:
         task = _elastic_task(jev, data, train, run_config)
-    elif jev is not None or data is not None:
-        raise ValueError("task= is given together with jev or data; a Task brings its own model and data")
-    run = Run(task, Path(run_dir or default_folder(jev, data)), run_config, resume)
+    else:
+        _check_own_task(jev, data, options)
+    run = Run(task, Path(run_dir or default_folder(jev, data)), run_config, resume, owned=jev)
     run.launch()
     if display and _in_notebook():
         from colabtrain.dashboard.widgets import show
 
-        show(run)
+        if live := show(run):
+            run.when_ended.append(live.refresh)
     return run
+
+
+def _check_own_task(jev: Any, data: Any, options: Mapping[str, Any]) -> None:
+    if jev is not None or data is not None:
+        raise ValueError("task= is given together with jev or data; a Task brings its own model and data")
+    not_ours = {item.name for item in dataclasses.fields(TrainConfig)} | {"steps", "epochs", "max_eval_records"}
+    if ignored := sorted(not_ours & set(options)):
+        raise ValueError(f"{ignored[0]}={options[ignored[0]]!r} is given together with task=; a Task decides that itself")
 
 
 def _elastic_task(jev: Any, data: Any, train: TrainConfig, run: RunConfig) -> ElasticTask:
     if jev is None or data is None:
         missing = "jev (a model; MMJev.tiny() to try)" if jev is None else "data (records, or the path of a JSONL file)"
         raise ValueError(f"start() needs {missing}")
+    if absent := [name for name in MODEL_MEMBERS if not hasattr(jev, name)]:
+        raise ValueError(f"jev is a {type(jev).__name__} without {', '.join(absent)}; give a model such as MMJev.tiny()")
     task = ElasticTask(jev, select(load_records(data), train), train, run)
     task.check()
     return task

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
@@ -39,6 +40,17 @@ class SubnetConfig:
             check_at_least(self, name, lowest)
 
 
+def as_subnet(name: str, fc: Any) -> Any:
+    """A mapping of SubnetConfig's fields as a SubnetConfig; anything else as it is."""
+    if not isinstance(fc, Mapping):
+        return fc
+    try:
+        return SubnetConfig(**fc)
+    except TypeError:
+        known = ", ".join(item.name for item in dataclasses.fields(SubnetConfig))
+        raise ValueError(f"subnets[{name!r}]={dict(fc)!r} has an unknown field; a sub-network has {known}") from None
+
+
 def default_subnets(num_layers: int, ffn_width: int) -> dict[str, SubnetConfig]:
     """`full` and `fast` for a backbone of `num_layers` layers: Gemma 3n E4B's 20, 8 and 14 of 35, by proportion."""
 
@@ -58,13 +70,13 @@ def _at_least(default: Any, lowest: float, highest: float | None = None) -> Any:
 class TrainConfig:
     """What is learned. lr_* and subnets left at None take the model's own, else the house's defaults."""
 
-    seed: int = 0
+    seed: int = _at_least(0, -(2**63), 2**63 - 1)
     batch_size: int = _at_least(4, 1)  # records
     token_budget: int = _at_least(6000, 1)  # tokens of one batch, all its records together
     lr_lora: float | None = _at_least(None, 0)
     lr_heads: float | None = _at_least(None, 0)  # heads and latents
     warmup_steps: int | None = _at_least(None, 0)  # None: 5 % of the steps, at least 1, at most 50
-    clip_norm: float = _at_least(1.0, 0)
+    clip_norm: float = _at_least(1.0, 1e-9)
     clip: str = field(default="group", metadata={"choices": ("group", "joint")})
     brier_weight: float = _at_least(0.1, 0)
     rps_weight: float = _at_least(0.0, 0)  # ranked probability score, `score` questions only
@@ -81,6 +93,11 @@ class TrainConfig:
     subnets: Mapping[str, SubnetConfig] | None = None  # the first one is the teacher
 
     def __post_init__(self) -> None:
+        for name in ("exclude_tasks", "modalities"):  # a TOML file has lists
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        if isinstance(self.subnets, Mapping):
+            object.__setattr__(self, "subnets", {name: as_subnet(name, fc) for name, fc in self.subnets.items()})
         check_types(self)
         check_metadata(self)
         if self.subnets is not None and not self.subnets:
@@ -113,6 +130,9 @@ def check_types(config: Any) -> None:
     hints = get_type_hints(type(config))
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
+        if hasattr(value, "__index__") and not isinstance(value, (int, bool)):  # numpy's integers
+            value = operator.index(value)
+            object.__setattr__(config, item.name, value)
         if not _is_a(value, hints[item.name]):
             wanted = str(item.type).replace("None", "None (the default)") if item.default is None else item.type
             raise ValueError(f"{item.name}={value!r} is of type {type(value).__name__}; it must be {wanted}")
@@ -178,5 +198,5 @@ def split_options(options: Mapping[str, Any], base: Any = None) -> tuple[TrainCo
 
 
 def _nearest(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"did you mean {close[0]}?" if close else "known options: " + ", ".join(sorted(known))
+    close = difflib.get_close_matches(name, sorted(known), n=1) or sorted(other for other in known if other.startswith(name))
+    return f"did you mean {' or '.join(close)}?" if close else "known options: " + ", ".join(sorted(known))

@@ -18,7 +18,7 @@ def machine() -> dict[str, str | int]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # asking an idle card would take memory on it
         described["gpu"] = torch.cuda.get_device_name()
     return described
 

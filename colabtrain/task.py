@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class StepReport:
     """What one step did. Tensors are read later, several steps at once, so that a step needs no host sync.
 
-    loss: total by sub-network (or any name); parts: its unweighted parts; lr: by parameter group; epoch counts from 0.
+    loss: total by sub-network (or any name); parts: its unweighted parts; lr: by parameter group; epoch counts from 0;
+    skipped: the update was not made because the loss or gradient was not finite.
     """
 
     loss: Mapping[str, float | Tensor]
@@ -24,7 +25,8 @@ class StepReport:
     epoch: int = 0
     tokens: int = 0
     questions: int = 0
-    scale: float | None = None
+    scale: float | Tensor | None = None
+    skipped: bool | Tensor = False
 
 
 class Task(Protocol):
@@ -61,7 +63,7 @@ class Evaluates(Protocol):
     """A Task that can also measure itself; called every eval_every steps and at the end."""
 
     def evaluate(self) -> dict[str, Any]:
-        """The fields of an `evaluation` event: split, results, baselines."""
+        """The fields of an `evaluation` event (JSON): split, results, baselines, and `text` for people; {}: nothing to say."""
         ...
 
 

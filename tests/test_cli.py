@@ -67,7 +67,8 @@ def test_interrupt_saves_and_the_same_line_goes_on(tmp_path: Path, data: Path) -
         _, errors = child.communicate(timeout=SECONDS)
     assert child.returncode == 130, errors
     assert "run the same line again to go on" in errors and "Traceback" not in errors
-    stopped = int(errors.split("interrupted at step ")[1].split(";")[0])
+    stopped = int(errors.split("stopped at step ")[1].split(";")[0])
+    assert f"the checkpoint of step {stopped} is safe" in errors
     assert 1 <= stopped < 40 and f"saved step {stopped}" in (tmp_path / "run/train.log").read_text()
 
 
@@ -85,14 +86,19 @@ def test_config_file_and_set(tmp_path: Path, data: Path) -> None:
     [
         (["--model", "tiny", "--data", "missing.jsonl"], "data file 'missing.jsonl' does not exist"),
         (["--model", "large", "--data", "DATA"], "--model 'large' is unknown"),
-        (["--model", "json:nothing", "--data", "DATA"], "nothing"),
+        (["--model", "json:nothing", "--data", "DATA"], "module 'json' has no function 'nothing'"),
+        (["--model", "platform:machine", "--data", "DATA"], "jev is a str without lm"),
         (["--model", "no_such_module:make", "--data", "DATA"], "no_such_module"),
         (["--model", "tiny", "--data", "DATA", "--set", "batch_size"], "write --set name=value"),
         (["--model", "tiny", "--data", "DATA", "--set", "batch_sizes=3"], "did you mean batch_size?"),
         (["--model", "tiny", "--data", "DATA", "--set", "batch_size=many"], "batch_size='many' is of type str"),
         (["--model", "tiny", "--data", "DATA", "--steps", "0"], "steps=0 is too small"),
         (["--model", "tiny", "--data", "DATA", "--steps", "3", "--epochs", "1"], "contradict"),
-        (["--model", "tiny", "--data", "DATA", "--config", "none.toml"], "none.toml"),
+        (["--model", "tiny", "--data", "DATA", "--config", "none.toml"], "--config 'none.toml' cannot be read"),
+        (["--model", "tiny", "--data", "DATA", "--config", "DATA"], "cannot be read"),
+        (["--model", "tiny", "--data", "DATA", "--set", "run_dir=x"], "run_dir='x' is no option of --set"),
+        (["--model", "tiny", "--data", "DATA", "--set", "lr=0.1"], "did you mean lr_heads or lr_lora?"),
+        (["--model", "tiny", "--data", "DATA", "--set", "subnets={'full': {'exit_layer': 9}}"], "exit_layer=9, but the model has 6"),
         (["--model", "tiny", "--data", "DATA", "--set", "exclude_tasks=('help_desk',)"], "no record is left to train on"),
     ],
 )

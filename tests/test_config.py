@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy
 import pytest
 
 from colabtrain.config import RunConfig, SubnetConfig, TrainConfig, default_subnets, split_options
@@ -27,12 +28,12 @@ WRONG_VALUES: list[tuple[type, str, Any]] = [
     (TrainConfig, "clip_norm", None),
     (TrainConfig, "clip", 1),
     (TrainConfig, "warmup_steps", 0.5),
-    (TrainConfig, "exclude_tasks", ["typed_decisions"]),
+    (TrainConfig, "exclude_tasks", "typed_decisions"),
     (TrainConfig, "exclude_tasks", "typed_decisions"),
     (TrainConfig, "exclude_tasks", (1,)),
     (TrainConfig, "modalities", "text"),
     (TrainConfig, "modalities", ("text", None)),
-    (TrainConfig, "subnets", {"full": {"exit_layer": 6}}),
+    (TrainConfig, "subnets", {"full": 6}),
     (TrainConfig, "subnets", {1: SubnetConfig()}),
     (TrainConfig, "subnets", [SubnetConfig()]),
     (RunConfig, "steps", "10"),
@@ -237,3 +238,14 @@ def test_config_imports_no_torch() -> None:
     code = "import sys, colabtrain.config; print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_a_toml_file_can_say_is_taken() -> None:
+    """Lists for tuples, tables for sub-networks, and numpy's integers."""
+    config = TrainConfig(exclude_tasks=["a"], modalities=["text"], subnets={"only": {"exit_layer": 3}})  # type: ignore[arg-type,dict-item]
+    assert (config.exclude_tasks, config.modalities) == (("a",), ("text",))
+    assert config.subnets == {"only": SubnetConfig(exit_layer=3)}
+    steps = RunConfig(steps=numpy.int64(7)).steps  # type: ignore[arg-type]
+    assert steps == 7 and type(steps) is int
+    with pytest.raises(ValueError, match=r"subnets\['x'\]=.*'exits': 3.* has an unknown field; a sub-network has n_latents"):
+        TrainConfig(subnets={"x": {"exits": 3}})  # type: ignore[dict-item]

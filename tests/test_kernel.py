@@ -56,7 +56,8 @@ class Page:
         self.client.shell_channel.send(self.client.session.msg("comm_msg", content))
 
     def wait_for_head(self, pattern: str) -> re.Match[str]:
-        self.listen(lambda _: bool(self.heads and re.search(pattern, self.heads[-1])))
+        if not (self.heads and re.search(pattern, self.heads[-1])):  # it may have come with what an earlier cell waited for
+            self.listen(lambda _: bool(self.heads and re.search(pattern, self.heads[-1])))
         found = re.search(pattern, self.heads[-1])
         assert found is not None
         return found

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colabtrain.config import SubnetConfig
 from colabtrain.mmjev.lora import Dropout, LoRALinear, elastic_linear
 from colabtrain.mmjev.model import MMJev
 
@@ -95,8 +96,39 @@ def test_reset_restores_the_start_and_depends_on_the_seed() -> None:
     assert not torch.equal(start["latents"], model.latents)
 
 
-def test_other_shapes_are_refused() -> None:
+def test_a_used_model_takes_other_shapes_and_heads() -> None:
+    """What the trainable parts are depends on the settings, not on what the model object did before."""
     model = MMJev.tiny(0)
-    model.configure({}, 16, 32.0)
-    with pytest.raises(ValueError, match="already has LoRA of rank 16"):
-        model.configure({}, 8, 32.0)
+    model.configure({"only": SubnetConfig(exit_layer=2)}, 8, 8.0)
+    model.configure(model.default_subnets(), 16, 32.0)
+    fresh = MMJev.tiny(0)
+    fresh.configure(fresh.default_subnets(), 16, 32.0)
+    for jev in (model, fresh):
+        jev.reset_trainable(0)
+    assert list(model.trainable()) == list(fresh.trainable())
+    assert all(torch.equal(p, fresh.trainable()[name]) for name, p in model.trainable().items())
+    assert all(adapter.scaling == 2.0 for adapter in model.adapters.values())
+
+
+@pytest.mark.parametrize(
+    ("fc", "words"),
+    [
+        (SubnetConfig(exit_layer=7), "sub-network 'x': exit_layer=7, but the model has 6"),
+        (SubnetConfig(exit_layer=6, ffn_width=257), "ffn_width=257, but the model has 256"),
+        (SubnetConfig(exit_layer=6, n_latents=9), "n_latents=9, but the model has 8"),
+    ],
+)
+def test_a_subnetwork_beyond_the_model_is_refused(fc: SubnetConfig, words: str) -> None:
+    model = MMJev.tiny(0)
+    with pytest.raises(ValueError, match=words):
+        model.validate({"x": fc})
+
+
+def test_trained_parts_are_fp32_whatever_the_default() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = MMJev.tiny(0)
+        model.configure(model.default_subnets(), 16, 32.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in model.trainable().values()} == {torch.float32}

@@ -29,4 +29,4 @@ def test_the_first_run_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert printed[1].startswith('Message: "')
     assert "finished" in printed[6] and "after 5 steps" in printed[6]
     view = next(output for output in notebook.cells[2].outputs if output.output_type == "display_data")
-    assert "application/vnd.jupyter.widget-view+json" in view.data and "runs/first" in view.data["text/plain"]
+    assert "application/vnd.jupyter.widget-view+json" in view.data and "runs/notebook" in view.data["text/plain"]

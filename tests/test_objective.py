@@ -209,7 +209,8 @@ def test_clip_bounds_each_group_or_all(clip: str, expected: set[str]) -> None:
     parameters["a.lora_A"].grad, parameters["heads.6.weight"].grad = torch.full((4,), 0.1), torch.full((4,), 50.0)
     kept: dict[str, Tensor] = {}
     optimizer.adamw.register_step_pre_hook(lambda *_: kept.update({name: p.grad.clone() for name, p in parameters.items()}))
-    norms = optimizer.step({"lora": 1.0, "heads": 1.0})
+    norms, skipped = optimizer.step({"lora": 1.0, "heads": 1.0})
+    assert not skipped
     assert set(norms) == expected
     lora = float(kept["a.lora_A"].norm())
     assert lora == pytest.approx(0.2) if clip == "group" else lora < 0.01  # a large head gradient starves LoRA only when joint
@@ -227,6 +228,24 @@ def test_fp16_uses_a_scaler_that_skips_an_overflow() -> None:
         assert optimizer.scaler.get_scale() == (scale if factor == 1.0 else scale / 2)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_with_a_gradient_that_is_not_finite_is_not_taken(bad: float) -> None:
+    model, optimizer, config = prepared()
+    for i in range(2):
+        accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, i)
+        _, skipped = optimizer.step({"lora": 1e-3, "heads": 1e-3})
+        assert not skipped
+    before = {name: tensor.clone() for name, tensor in (*model.trainable().items(), *optimizer.tensors().items())}
+    accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, 2)
+    gradient = model.trainable()["layers.3.mlp.up_proj.lora_A"].grad
+    assert gradient is not None
+    gradient[0, 0] = bad
+    _, skipped = optimizer.step({"lora": 1e-3, "heads": 1e-3})
+    assert bool(skipped)
+    for name, tensor in (*model.trainable().items(), *optimizer.tensors().items()):
+        assert torch.equal(before[name], tensor), name
+
+
 def test_optimizer_state_round_trip_is_exact() -> None:
     model, optimizer, config = prepared(0.1)
     other, copy, _ = prepared(0.1)
@@ -236,14 +255,14 @@ def test_optimizer_state_round_trip_is_exact() -> None:
     with torch.no_grad():
         for name, parameter in other.trainable().items():
             parameter.copy_(model.trainable()[name])
-    copy.load({name: tensor.clone() for name, tensor in optimizer.tensors().items()}, optimizer.scaler.state_dict())
+    copy.load({name: tensor.clone() for name, tensor in optimizer.tensors().items()}, optimizer.meta())
     for m, o in ((model, optimizer), (other, copy)):
         accumulate(m, o, mixed_records(), m.default_subnets(), config, 3)
         o.step({"lora": 1e-3, "heads": 1e-3})
     assert all(torch.equal(p, other.trainable()[name]) for name, p in model.trainable().items())
 
 
-@pytest.mark.parametrize("wrong", ["missing", "extra", "shape"])
+@pytest.mark.parametrize("wrong", ["missing", "all of it missing", "extra", "shape"])
 def test_optimizer_load_is_strict(wrong: str) -> None:
     model, optimizer, config = prepared()
     accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, 0)
@@ -252,11 +271,13 @@ def test_optimizer_load_is_strict(wrong: str) -> None:
     key = "heads.6.weight.exp_avg"
     if wrong == "missing":
         del tensors[key]
+    elif wrong == "all of it missing":
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("heads.6.weight")}
     elif wrong == "extra":
         tensors["heads.99.weight.exp_avg"] = tensors[key]
     else:
         tensors[key] = tensors[key][:, :3]
     before = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
     with pytest.raises(ValueError, match=r"heads\.(6|99)\.weight"):
-        optimizer.load(tensors, {})
+        optimizer.load(tensors, optimizer.meta())
     assert all(torch.equal(before[name], tensor) for name, tensor in optimizer.tensors().items())  # nothing was taken over

@@ -437,9 +437,9 @@ def test_a_group_is_held_out_as_a_whole() -> None:
 
 
 def test_nothing_left_to_train_on_says_why() -> None:
-    with pytest.raises(ValueError, match=r"no record is left to train on \(splits found: \{'test': 3\}; dropped: none were dropped\)"):
+    with pytest.raises(ValueError, match=r"splits found: \{'test': 3\}; dropped: none; set aside for calibration: 0\)"):
         select(many(3, split="test"), TrainConfig())
-    with pytest.raises(ValueError, match=r"4 of task 'typed_decisions': excluded task.*give records of split 'train'"):
+    with pytest.raises(ValueError, match=r"4 of task 'typed_decisions': excluded task.*give more records of split 'train'"):
         select(many(4, "typed_decisions"), TrainConfig())
     with pytest.raises(ValueError, match=r"5 of task 'demo': modality 'text' is not among \('image',\)"):
         select(many(5), TrainConfig(modalities=("image",)))

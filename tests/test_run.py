@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -16,9 +17,9 @@ import torch
 from toy_task import ToyTask
 
 import colabtrain
-from colabtrain.runtime import checkpoint, loop
+from colabtrain.runtime import checkpoint, keeper
 from colabtrain.runtime.diary import Diary, Tail
-from colabtrain.runtime.loop import Recorder
+from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.run import AlreadyRunning, Run, RunFailed
 from colabtrain.task import StepReport
 
@@ -183,6 +184,46 @@ def test_a_folder_has_one_live_run_and_is_free_after_it(tmp_path: Path) -> None:
     assert start(ToyTask(6), tmp_path).wait(SECONDS) == "finished"
 
 
+def test_a_task_or_model_has_one_live_run(tmp_path: Path) -> None:
+    halt = Halt(1)
+    task = ToyTask(5, halt)
+    run = start(task, tmp_path / "a")
+    assert halt.reached.wait(SECONDS)
+    with pytest.raises(AlreadyRunning, match=r"the model is being trained by <colabtrain run .*a.: running, step 1 of 5>"):
+        start(task, tmp_path / "b")
+    halt.go.set()
+    assert run.wait(SECONDS) == "finished"
+    assert start(task, tmp_path / "b").wait(SECONDS) == "finished"
+
+
+def test_a_step_that_stops_its_own_run_does_not_wait_for_itself(tmp_path: Path) -> None:
+    runs: list[Run] = []
+    known = threading.Event()
+
+    def stop(i: int) -> None:
+        if i == 2:
+            assert known.wait(SECONDS)
+            runs[0].stop(timeout=SECONDS)
+
+    runs.append(start(ToyTask(5, stop), tmp_path))
+    known.set()
+    assert runs[0].wait(SECONDS) == "stopped" and runs[0].step == 3
+
+
+def test_an_error_that_cannot_be_printed_still_ends_the_run(tmp_path: Path) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def fail(i: int) -> None:
+        raise Mute
+
+    run = start(ToyTask(3, fail), tmp_path)
+    with pytest.raises(RunFailed, match="Mute"):
+        run.wait(SECONDS)
+    assert events(tmp_path)[-1]["error"] == "Mute"
+
+
 # Checkpoints
 
 
@@ -301,19 +342,158 @@ def test_a_folder_that_came_without_its_diary_gets_the_checkpoints_history(tmp_p
     assert run.history()["step"] == [1, 2, 3, 4, 5, 6] and {step: losses(tmp_path)[step] for step in whole} == whole
 
 
-def test_an_exit_of_the_interpreter_does_not_hang(tmp_path: Path) -> None:
+def test_an_exit_of_the_interpreter_saves_and_does_not_hang(tmp_path: Path) -> None:
+    """With the tiny model, whose steps are in C++ when the interpreter ends."""
     code = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); from toy_task import ToyTask; import colabtrain;"
-        "colabtrain.start(task=ToyTask(10**9), run_dir=sys.argv[2]); print('ending')"
+        "import sys, colabtrain; from colabtrain.mmjev.demo_data import help_desk;"
+        "run = colabtrain.start(colabtrain.MMJev.tiny(0), help_desk(40), run_dir=sys.argv[1], steps=10**6)\n"
+        "while run.step < 2: run.wait(0.05)\n"
+        "print('ending')"
     )
+    root = Path(colabtrain.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=3 * SECONDS, check=False, cwd=root
     )
     assert (done.returncode, done.stdout) == (0, "ending\n"), done.stderr
+    assert events(tmp_path)[-1]["event"] == "stopped" and checkpoint.listed(tmp_path / "checkpoints")
+
+
+# What used to cost a run
+
+
+def test_a_change_of_the_working_directory_does_not_move_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    halt = Halt(2)
+    run = start(ToyTask(4, halt), Path("runs/here"))
+    assert halt.reached.wait(SECONDS)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    halt.go.set()
+    assert run.wait(SECONDS) == "finished"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert [event["step"] for event in events(tmp_path / "runs/here", "step")] == [1, 2, 3, 4]
+    assert checkpoint.listed(tmp_path / "runs/here/checkpoints")[0].name == "step-00000004"
+
+
+class Measured(ToyTask):
+    """A Task whose evaluation is whatever the test says."""
+
+    def __init__(self, num_steps: int, result: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(num_steps)
+        self.evaluate = result
+
+
+def test_an_evaluation_that_fails_costs_nothing(tmp_path: Path) -> None:
+    def fail() -> dict[str, Any]:
+        raise KeyError("no such metric")
+
+    assert start(Measured(4, fail), tmp_path, eval_every=2).wait(SECONDS) == "finished"
+    failed = events(tmp_path, "evaluation_failed")
+    assert [event["step"] for event in failed] == [2, 4] and "no such metric" in failed[0]["text"]
+    assert checkpoint.listed(tmp_path / "checkpoints")[0].name == "step-00000004"
+
+
+def test_an_evaluation_may_hold_numbers_of_numpy_and_torch(tmp_path: Path) -> None:
+    import numpy
+
+    result = {"score": numpy.float32(0.5), "n": numpy.int64(3), "loss": torch.tensor(2.0), "path": Path("a"), "text": "fine"}
+    assert start(Measured(2, lambda: dict(result)), tmp_path).wait(SECONDS) == "finished"
+    (event,) = events(tmp_path, "evaluation")
+    assert (event["score"], event["n"], event["loss"], event["path"]) == (0.5, 3, 2.0, "a")
+    assert event["text"] == "evaluation at step 2: fine"
+
+
+def test_the_last_save_comes_before_the_evaluation(tmp_path: Path) -> None:
+    saved: list[str] = []
+
+    def look() -> dict[str, Any]:
+        saved.extend(path.name for path in checkpoint.listed(tmp_path / "checkpoints"))
+        return {}
+
+    assert start(Measured(3, look), tmp_path).wait(SECONDS) == "finished"
+    assert saved == ["step-00000003"]
+
+
+def test_a_run_whose_end_cannot_be_saved_is_not_called_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "RETRY_SECONDS", 0.0)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert start(ToyTask(3), tmp_path).wait(SECONDS) == "finished"
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    run = start(ToyTask(6), tmp_path)
+    with pytest.raises(RunFailed, match=r"step 6 could not be saved; the newest checkpoint is of step 3"):
+        run.wait(SECONDS)
+    assert run.saved_step == 3 and len(events(tmp_path, "checkpoint_failed")) == 3
+    monkeypatch.undo()
+    assert start(ToyTask(6), tmp_path).wait(SECONDS) == "finished"
+
+
+def test_a_drive_that_drops_out_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.exists
+
+    def exists(self: Path, **options: Any) -> bool:
+        if self.name in ("STOP", "PAUSE"):
+            raise OSError(107, "Transport endpoint is not connected")
+        return real(self, **options)
+
+    halt = Halt(2)
+    run = start(ToyTask(5, halt), tmp_path)
+    assert halt.reached.wait(SECONDS)
+    monkeypatch.setattr(Path, "exists", exists)
+    halt.go.set()
+    assert run.wait(SECONDS) == "finished"
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def flock(*arguments: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert start(ToyTask(2), tmp_path).wait(SECONDS) == "finished"
+    assert any("has no locks" in event["text"] for event in events(tmp_path, "log"))
+
+
+@pytest.mark.parametrize("part", ["a missing tensor", "a weight that is not finite", "no totals"])
+def test_a_checkpoint_with_right_hashes_and_wrong_content_gives_way(part: str, tmp_path: Path) -> None:
+    start(ToyTask(4), tmp_path, checkpoint_every=2).wait(SECONDS)
+    whole, newest = losses(tmp_path), tmp_path / "checkpoints/step-00000004"
+    if part == "no totals":
+        state = json.loads((newest / "state.json").read_text())
+        del state["totals"]
+        (newest / "state.json").write_text(json.dumps(state))
+    else:
+        wrong = {"other": torch.zeros(3)} if part == "a missing tensor" else {"weight": torch.tensor([1.0, float("nan"), 2.0])}
+        checkpoint.save_file(wrong, newest / "trainable.safetensors")
+    manifest = json.loads((newest / "manifest.json").read_text())
+    for entry in manifest["files"]:
+        content = (newest / entry["name"]).read_bytes()
+        entry |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    assert start(ToyTask(4), tmp_path).wait(SECONDS) == "finished"
+    assert [event["name"] for event in events(tmp_path, "checkpoint_rejected")] == ["step-00000004"]
+    assert losses(tmp_path) == whole and checkpoint.read(newest).step == 4
+
+
+def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
+    recorder = Recorder(Diary(tmp_path), 50, 200)
+    bad = StepReport(loss={"a": float("nan")}, skipped=True)
+    recorder.add(1, StepReport(loss={"a": 2.0}), 0.1)
+    for i in range(2, 22):
+        recorder.add(i, bad, 0.1)
+    with pytest.raises(FloatingPointError, match=r"21 steps in a row .* the weights are those of step 1"):
+        recorder.add(22, bad, 0.1)
+    assert recorder.totals["skipped"] == 21 and recorder.totals["ema"] == {"a": 2.0}
+    assert "step 2/200 skipped" in events(tmp_path, "step")[1]["text"]
+
+
+def test_more_steps_than_before_are_said(tmp_path: Path) -> None:
+    start(ToyTask(2), tmp_path).wait(SECONDS)
+    start(ToyTask(4), tmp_path).wait(SECONDS)
+    assert any("the run has 4 steps now, 2 before" in event["text"] for event in events(tmp_path, "log"))
 
 
 # start() itself
@@ -326,6 +506,8 @@ def test_an_exit_of_the_interpreter_does_not_hang(tmp_path: Path) -> None:
         ({"jev": object()}, "start() needs data"),
         ({"task": ToyTask(1), "data": []}, "task= is given together with"),
         ({"task": ToyTask(1), "batchsize": 3}, "did you mean batch_size"),
+        ({"task": ToyTask(1), "batch_size": 3}, "batch_size=3 is given together with task="),
+        ({"jev": object(), "data": []}, "jev is a object without lm, encode_state"),
         ({"task": ToyTask(1), "steps": 3, "epochs": 1}, "contradict"),
         ({"task": ToyTask(1), "config": 3}, "config=3"),
     ],
@@ -354,8 +536,8 @@ def test_the_moving_average_starts_as_a_mean_and_skips_what_is_not_finite(tmp_pa
 def test_another_machine_is_said_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(ToyTask(2), tmp_path).wait(SECONDS)
     assert json.loads((tmp_path / "checkpoints/step-00000002/state.json").read_text())["machine"]["torch"] == torch.__version__
-    real = loop.machine()
-    monkeypatch.setattr(loop, "machine", lambda: {**real, "threads": 64})
+    real = keeper.machine()
+    monkeypatch.setattr(keeper, "machine", lambda: {**real, "threads": 64})
     assert start(ToyTask(3), tmp_path).wait(SECONDS) == "finished"
     said = [event["text"] for event in events(tmp_path, "log") if "another machine" in event["text"]]
     assert len(said) == 1 and f"threads: checkpoint {real['threads']!r}, now 64" in said[0]

@@ -36,6 +36,8 @@ class ToyTask:
 
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> None:
         assert meta["mark"] == self.mark
+        if set(tensors["trainable"]) != {"weight"}:
+            raise ValueError(f"unknown tensors {sorted(tensors['trainable'])}")
         with torch.no_grad():
             self.weight.copy_(tensors["trainable"]["weight"])
         self.adam.state[self.weight] = {name: tensor.clone() for name, tensor in tensors["optimizer"].items()}

@@ -26,7 +26,7 @@ def loss_figure(history: Mapping[str, Sequence[Any]], title: str) -> Figure:
         axes.plot(steps[::stride], list(history[f"ema/{name}"])[::stride], color=colour, linewidth=1.8, label=name)
     axes.set_title(title.replace("$", r"\$"))
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nat a question)")
+    axes.set_ylabel("loss (nats per question)")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if names:

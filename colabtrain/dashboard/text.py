@@ -10,6 +10,8 @@ from colabtrain.runtime.diary import Tail
 
 POLL_SECONDS = 0.5
 METRICS = ("accuracy", "nll", "brier", "ece")
+LEGEND = """accuracy: higher is better. nll (nats), brier and ece (calibration error): lower is better.
+prior, majority and uniform guess without reading: the mean training target, its most frequent answer, all options alike."""
 
 
 class Followed(Protocol):
@@ -55,4 +57,4 @@ def evaluation_table(event: Mapping[str, Any]) -> str:
     block = len(results) + len(event["baselines"])
     for at in range(len(lines) - block, 0, -block):
         lines.insert(at, "-" * len(lines[0]))
-    return f"held out: {event['split']}\n" + "\n".join(lines)
+    return f"held out: {event['split']}\n" + "\n".join([*lines, "", LEGEND])

@@ -35,7 +35,7 @@ BAD_EVENTS = ("failed", "checkpoint_failed", "checkpoint_rejected")
 QUIET_SECONDS, QUIET_STEPS = 30.0, 5.0  # a step that takes longer than both of these (the second in usual steps) is said
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")  # ANSI: CSI, OSC, others
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # also what turns text around
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # also what turns text around
 
 
 @dataclass(frozen=True)

@@ -96,14 +96,16 @@ class Shown(Protocol):
     def stop(self, wait: bool = True) -> object: ...
 
 
-def show(run: Shown) -> None:
-    """Display a live view of `run` under the current cell and keep it up to date. Never raises."""
+def show(run: Shown) -> Live | None:
+    """Display a live view of `run` under the current cell and keep it up to date; None if there can be none. Never raises."""
     try:
         live = Live(run)
         live.display()
         threading.Thread(target=live.follow, name="colabtrain-view", daemon=True).start()
+        return live
     except Exception as error:  # no ipywidgets, or one that does not work here: the run goes on all the same
         print(f"No live view ({_line(error)}). The run goes on: run.wait() waits for its end, {run.folder}/train.log has its progress.")
+        return None
 
 
 class Live:

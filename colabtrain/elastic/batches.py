@@ -130,12 +130,12 @@ def build(model: Any, records: Sequence[Record], subnets: Mapping[str, SubnetCon
     branches = [branch for record in first.segments for branch in record]
     num_scores, num_options = sum(n for n, _ in branches), max(len(target) for target, _ in questions)
     index = torch.full((len(questions), num_options), num_scores + 1)
-    targets = torch.zeros(len(questions), num_options)
+    targets = torch.zeros(len(questions), num_options, dtype=torch.float32)
     read = 0
     for row, ((target, _), (n, is_noul)) in enumerate(zip(questions, branches, strict=True)):
         scores = list(range(read, read + n))
         index[row, : len(target)] = torch.tensor([num_scores, *scores] if is_noul else scores)
-        targets[row, : len(target)] = torch.tensor(target)
+        targets[row, : len(target)] = torch.tensor(target, dtype=torch.float32)
         read += n
     is_score = torch.tensor([kind == "score" for _, kind in questions])
     device = first.ids.device

@@ -35,23 +35,34 @@ class Optimizer:
         self.rates = {"lora": config.lr_lora, "heads": config.lr_heads}
         groups = [{"params": params, "lr": self.rates[group]} for group, params in self.members.items()]
         device = next(iter(parameters.values())).device
-        self.adamw = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type == "cuda")
+        # fused: one kernel a group, which makes no temporary tensors and can skip itself without a host sync
+        self.adamw = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
 
     def rates_at(self, i: int, num_steps: int) -> dict[str, float]:
         factor = rate_factor(i, num_steps, self.config.warmup_steps)
         return {group: self.rates[group] * factor for group in self.members}
 
-    def step(self, rates: Mapping[str, float]) -> dict[str, Tensor]:
-        """Clip and update at `rates`; clears the gradients. Returns the gradient norm of each group before the clip."""
+    def step(self, rates: Mapping[str, float]) -> tuple[dict[str, Tensor], Tensor]:
+        """Clip and update at `rates`, unless a gradient is not finite; clears the gradients.
+
+        Returns the gradient norm of each group before the clip, and whether the update was skipped (0 or 1, a tensor).
+        """
         for group, settings in zip(self.members, self.adamw.param_groups, strict=True):
             settings["lr"] = rates[group]
         self.scaler.unscale_(self.adamw)
         norms = self._clip()
-        self.scaler.step(self.adamw)
+        skipped = (~torch.isfinite(torch.stack(list(norms.values()))).all()).float()
+        if self.scaler.is_enabled():
+            self.scaler.step(self.adamw)
+        else:
+            # The same switch that GradScaler uses: the kernel leaves weights and state alone where it is 1.
+            self.adamw.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
+            self.adamw.step()
+            del self.adamw.found_inf  # pyright: ignore[reportAttributeAccessIssue]
         self.scaler.update()
         self.adamw.zero_grad(set_to_none=True)
-        return norms
+        return norms, skipped
 
     def _clip(self) -> dict[str, Tensor]:
         if self.config.clip == "joint":
@@ -67,8 +78,13 @@ class Optimizer:
             for field, value in self.adamw.state.get(parameter, {}).items()
         }
 
-    def load(self, tensors: Mapping[str, Tensor], scaler: Mapping[str, Any]) -> None:
-        """Take over tensors() of an equal optimizer. Raises ValueError naming a tensor of no parameter or wrong shape."""
+    def meta(self) -> dict[str, Any]:
+        """The rest of the state, as JSON: the scaler, and which parameters have tensors."""
+        with_state = [name for name, parameter in self.parameters.items() if parameter in self.adamw.state]
+        return {"scaler": self.scaler.state_dict(), "with_state": with_state}
+
+    def load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Take over tensors() and meta() of an equal optimizer. Raises ValueError naming what is missing or does not fit."""
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             name, _, field = key.rpartition(".")
@@ -79,12 +95,11 @@ class Optimizer:
         for name, fields in state.items():
             if set(fields) != {"step", "exp_avg", "exp_avg_sq"}:
                 raise ValueError(f"optimizer state of {name!r} is incomplete: found only {sorted(fields)}")
+        if missing := sorted(set(meta["with_state"]) ^ set(state)):
+            raise ValueError(f"optimizer state is missing, or too much, for {missing[:8]}")
         self.adamw.state.clear()
-        fused = bool(self.adamw.defaults.get("fused"))
         for name, fields in state.items():
             parameter = self.parameters[name]
-            self.adamw.state[parameter] = {
-                field: value.to(parameter.device if fused or field != "step" else "cpu", copy=True) for field, value in fields.items()
-            }
-        if scaler:
-            self.scaler.load_state_dict(dict(scaler))
+            self.adamw.state[parameter] = {field: value.to(parameter.device, copy=True) for field, value in fields.items()}
+        if meta["scaler"]:
+            self.scaler.load_state_dict(dict(meta["scaler"]))

@@ -34,10 +34,15 @@ class ElasticTask:
         self.model, self.selection, self.run = model, selection, run
         self.subnets: dict[str, SubnetConfig] = dict(train.subnets or model.default_subnets())
         self.records = selection.train
+        self._baselines: dict[str, Any] | None = None
         self._held_out = selection.held_out[: run.max_eval_records]
 
     def check(self) -> None:
-        """Raise ValueError naming the first record that the model cannot read, before any thread starts."""
+        """Raise ValueError naming the first sub-network the model cannot run, or record it cannot read.
+
+        Changes nothing, so that it may be called before any thread starts.
+        """
+        self.model.validate(self.subnets)
         fc = next(iter(self.subnets.values()))
         for record in (*self.records, *self.selection.calibration, *self._held_out):
             if any(seg.kind != "text" for seg in record.state):
@@ -58,6 +63,7 @@ class ElasticTask:
         parameters = self.model.trainable()
         fp16 = next(self.model.lm.parameters()).dtype is torch.float16
         self.optimizer = Optimizer(parameters, config, fp16)
+        self.optimizer.adamw.zero_grad(set_to_none=True)  # an earlier run may have failed between backward and update
         lengths = [self._length(record) for record in self.records]
         self.schedule = Schedule(lengths, config.batch_size, config.token_budget, config.seed)
         self._fingerprint = self._make_fingerprint()
@@ -74,7 +80,7 @@ class ElasticTask:
         records = [capped(self.records[index], self.config, epoch) for index in indices]
         losses, num_tokens = accumulate(self.model, self.optimizer, records, self.subnets, self.config, i, splits)
         rates = self.optimizer.rates_at(i, self.num_steps)
-        norms = self.optimizer.step(rates)
+        norms, skipped = self.optimizer.step(rates)
         scaler = self.optimizer.scaler
         return StepReport(
             loss={name: parts["total"] for name, parts in losses.items()},
@@ -85,11 +91,12 @@ class ElasticTask:
             tokens=num_tokens,
             questions=sum(len(record.qs) for record in records),
             scale=scaler.get_scale() if scaler.is_enabled() else None,
+            skipped=skipped,
         )
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         trainable = {name: parameter.detach() for name, parameter in self.model.trainable().items()}
-        return {"trainable": trainable, "optimizer": self.optimizer.tensors()}, {"scaler": self.optimizer.scaler.state_dict()}
+        return {"trainable": trainable, "optimizer": self.optimizer.tensors()}, self.optimizer.meta()
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> None:
@@ -98,7 +105,7 @@ class ElasticTask:
         wrong += [name for name in parameters if name in saved and saved[name].shape != parameters[name].shape]
         if wrong:
             raise ValueError(f"the checkpoint's trainable tensors do not fit this model; missing, extra or misshapen: {wrong[:8]}")
-        self.optimizer.load(tensors["optimizer"], meta.get("scaler", {}))
+        self.optimizer.load(tensors["optimizer"], meta)
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
 
@@ -113,9 +120,9 @@ class ElasticTask:
         config["subnets"] = {name: dataclasses.asdict(fc) for name, fc in self.subnets.items()}
         shapes = {name: list(parameter.shape) for name, parameter in self.model.trainable().items()}
         return {
-            "model": self.model.name,
-            "trainable": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest(),
-            "data": f"{len(self.records)} records, sha256 {data.hexdigest()}",
+            **{f"model.{name}": value for name, value in self.model.fingerprint().items()},
+            "trainable": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12],
+            "data": f"{len(self.records)} records, sha256 {data.hexdigest()[:12]}",
             **{f"config.{name}": value for name, value in config.items()},
         }
 
@@ -127,8 +134,12 @@ class ElasticTask:
             results = evaluate.evaluate(self.model, self._held_out, self.subnets, self.config)
         finally:
             self.model.train()
-        guesses = evaluate.baselines(self._held_out, evaluate.priors(self.records))
-        return {"split": self.selection.held_out_name, "results": results, "baselines": guesses}
+        if self._baselines is None:
+            self._baselines = evaluate.baselines(self._held_out, evaluate.priors(self.records))
+        split = self.selection.held_out_name
+        nll = ", ".join(f"{name} {result['overall']['nll']:.4f}" for name, result in results.items())
+        text = f"nll on {split} {nll} (class prior {self._baselines['prior']['overall']['nll']:.4f})"
+        return {"text": text, "split": split, "results": results, "baselines": self._baselines}
 
     def describe(self) -> list[str]:
         questions = sum(len(record.qs) for record in self.records)
@@ -136,6 +147,8 @@ class ElasticTask:
             f"model {self.model.name}: {sum(p.numel() for p in self.model.trainable().values()):,} trainable parameters, "
             f"sub-networks {', '.join(self.subnets)}",
             f"data: {len(self.records):,} records with {questions:,} questions to train on, {len(self._held_out):,} held out "
-            f"({self.selection.held_out_name})",
+            f"({self.selection.held_out_name}), {len(self.selection.calibration):,} set aside for calibration",
         ]
+        if unused := len(self.selection.held_out) - len(self._held_out):
+            lines.append(f"left out: {unused:,} held-out records beyond max_eval_records={self.run.max_eval_records}")
         return lines + [f"left out: {n:,} of task {task!r}: {why}" for (why, task), n in self.selection.dropped.items()]

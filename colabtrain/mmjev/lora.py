@@ -69,8 +69,8 @@ class LoRALinear(nn.Module):
         self.base_layer = base
         self.scaling = alpha / r
         device = base.weight.device
-        self.lora_A = nn.Parameter(torch.zeros(r, base.in_features, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, r, device=device))
+        self.lora_A = nn.Parameter(torch.zeros(r, base.in_features, device=device, dtype=torch.float32))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, r, device=device, dtype=torch.float32))
         channel = torch.arange(base.in_features, dtype=torch.int32, device=device)
         columns = scramble(scramble(channel + 1) + _signed(zlib.crc32(name.encode())))
         self.register_buffer("columns", columns | 1, persistent=False)
@@ -108,7 +108,7 @@ def _bias(base: nn.Linear, rows: int | None) -> Tensor | None:
 
 def add_lora(lm: nn.Module, r: int, alpha: float, mlp_from: int) -> dict[str, LoRALinear]:
     """Wrap q / k / v / o of every decoder layer (k, v where the layer has them) and the feed-forward from layer
-    `mlp_from` on. Returns the adapters by full module name; existing ones must have the same shape."""
+    `mlp_from` on, anew where another shape is there. Returns the adapters by full module name."""
     adapters: dict[str, LoRALinear] = {}
     layers = lm.get_submodule("layers")
     for index, layer in enumerate(layers.children()):
@@ -117,6 +117,8 @@ def add_lora(lm: nn.Module, r: int, alpha: float, mlp_from: int) -> dict[str, Lo
             for target in targets:
                 module = getattr(owner, target, None)
                 name = f"layers.{index}.{parent}.{target}"
+                if isinstance(module, LoRALinear) and (len(module.lora_A), module.scaling) != (r, alpha / r):
+                    module = module.base_layer
                 if isinstance(module, nn.Linear):
                     module = LoRALinear(module, name, r, alpha)
                     setattr(owner, target, module)

@@ -10,6 +10,9 @@ media segment). Nothing about a call is kept: sub-network and dropout are argume
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +28,7 @@ from colabtrain.records.schema import Question, Seg, as_text
 
 LATENT_WORD = " summary"
 NUM_LATENTS = 8
+SAMPLE_ROWS = 64  # of the embedding, hashed into the fingerprint
 MLP_LORA_FROM = 10 / 35  # below, Gemma 3n's feed-forward is 95 % sparse
 
 
@@ -71,7 +75,7 @@ class MMJev(nn.Module):
         base.requires_grad_(False)
         self.adapters: dict[str, LoRALinear] = {}
         self.heads = nn.ModuleDict()
-        self.latents = nn.Parameter(torch.zeros(NUM_LATENTS, lm.config.hidden_size, device=self.device))
+        self.latents = nn.Parameter(torch.zeros(NUM_LATENTS, lm.config.hidden_size, device=self.device, dtype=torch.float32))
         self.configure(self.default_subnets())
         self.reset_trainable(0)
         self.eval()
@@ -101,26 +105,47 @@ class MMJev(nn.Module):
 
     # What is trained
 
-    def configure(self, subnets: Mapping[str, SubnetConfig], lora_r: int | None = None, lora_alpha: float = 32.0) -> None:
-        """Make the heads that `subnets` read from and, with lora_r, the adapters. Raises ValueError that names a
-        sub-network the backbone cannot run, or adapters of another shape."""
-        layers = self.lm.config.num_hidden_layers
+    def validate(self, subnets: Mapping[str, SubnetConfig]) -> None:
+        """Raise ValueError that names the first sub-network, field and value the backbone cannot run."""
+        layers, width = self.lm.config.num_hidden_layers, max(self.lm.config.intermediate_size)
         for name, fc in subnets.items():
-            if fc.exit_layer > layers:
-                raise ValueError(f"sub-network {name!r}: exit_layer={fc.exit_layer}, but the backbone has {layers} layers")
-            if fc.n_latents > len(self.latents):
-                raise ValueError(f"sub-network {name!r}: n_latents={fc.n_latents}, but the model has {len(self.latents)} latents")
-            if str(fc.exit_layer) not in self.heads:
-                # skip_init: nn.Linear's own would move the global generator
-                head = nn.utils.skip_init(nn.Linear, self.lm.config.hidden_size, 1, device=self.device)
-                self._reset_head(head)
-                self.heads[str(fc.exit_layer)] = head
+            limits = {"exit_layer": layers, "ffn_width": width, "n_latents": len(self.latents)}
+            for field, most in limits.items():
+                if (value := getattr(fc, field)) is not None and value > most:
+                    raise ValueError(f"sub-network {name!r}: {field}={value}, but the model has {most}; give at most that")
+
+    def configure(self, subnets: Mapping[str, SubnetConfig], lora_r: int | None = None, lora_alpha: float = 32.0) -> None:
+        """Have exactly the heads that `subnets` read from and, with lora_r, adapters of that shape, each at its start.
+
+        Raises ValueError as validate() does.
+        """
+        self.validate(subnets)
+        heads = nn.ModuleDict()
+        for exit_layer in sorted({fc.exit_layer for fc in subnets.values()}):  # a set's own order is another in each process
+            # skip_init: nn.Linear's own would move the global generator
+            head = nn.utils.skip_init(nn.Linear, self.lm.config.hidden_size, 1, device=self.device, dtype=torch.float32)
+            self._reset_head(head)
+            heads[str(exit_layer)] = head
+        self.heads = heads
         if lora_r is not None:
+            layers = self.lm.config.num_hidden_layers
             self.adapters = add_lora(self.lm, lora_r, lora_alpha, mlp_from=round(MLP_LORA_FROM * layers))
-            for name, adapter in self.adapters.items():
-                if adapter.lora_A.shape[0] != lora_r or adapter.scaling != lora_alpha / lora_r:
-                    found = f"rank {adapter.lora_A.shape[0]} and alpha {adapter.scaling * adapter.lora_A.shape[0]:g}"
-                    raise ValueError(f"{name} already has LoRA of {found}; make a new model for rank {lora_r}, alpha {lora_alpha:g}")
+        self.base.requires_grad_(False)  # a cell may have frozen or unfrozen anything
+        for parameter in self.trainable().values():
+            parameter.requires_grad_(True)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the trained parts are only good with: the base (config, precision, a sample of its weights) and the wording."""
+        config = {name: value for name, value in self.lm.config.to_dict().items() if name != "transformers_version"}
+        sample = self.lm.embed_tokens.weight[:SAMPLE_ROWS].float().cpu().contiguous()
+        return {
+            "name": self.name,
+            "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12],
+            "dtype": str(self.lm.embed_tokens.weight.dtype),
+            "weights": hashlib.sha256(bytes(sample.flatten().view(torch.uint8).tolist())).hexdigest()[:12],
+            "prompt": dataclasses.asdict(self.prompt),
+            "start_ids": self.start_ids,
+        }
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by its full name: LoRA, then heads, then latents."""

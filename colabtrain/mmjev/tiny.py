@@ -25,7 +25,7 @@ class HashedWords:
         return list(_encode(text))
 
 
-@functools.lru_cache(maxsize=100_000)
+@functools.lru_cache(maxsize=4096)  # questions and options come again and again
 def _encode(text: str) -> tuple[int, ...]:
     return tuple(1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in re.findall(r"\w+|[^\w\s]", text.lower()))
 
@@ -35,7 +35,10 @@ def language_model(seed: int, **overrides: Any) -> Any:
 
     overrides: Gemma3nTextConfig fields. The global random state is neither read nor moved.
     """
-    from transformers import Gemma3nTextConfig, Gemma3nTextModel
+    try:
+        from transformers import Gemma3nTextConfig, Gemma3nTextModel
+    except ImportError as error:
+        raise ImportError(f"MMJev needs transformers >= 5.12 ({error}); pip install 'colabtrain[mmjev]'") from None
 
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,

@@ -18,7 +18,8 @@ def load_records(source: Any) -> list[Record]:
     """
     records = list(_read(source, None, "data"))
     if not records:
-        raise ValueError(f"data={str(source)[:80]!r} holds no records; give at least one")
+        names = ", ".join(map(str, source)) if isinstance(source, (list, tuple)) else str(source)
+        raise ValueError(f"data {names[:200]!r} holds no records; give at least one")
     return records
 
 
@@ -43,7 +44,7 @@ def _read(source: Any, task: str | None, where: str) -> Iterator[Record]:
 def _read_jsonl(path: Path, task: str | None) -> Iterator[Record]:
     if path.is_dir() or not path.exists():
         what = "is a folder" if path.is_dir() else "does not exist"
-        raise FileNotFoundError(f"data file {str(path)!r} {what} (seen from {str(Path.cwd())!r}); give a .jsonl file")
+        raise FileNotFoundError(f"data file {str(path)!r} {what} (the working directory is {str(Path.cwd())!r}); give a .jsonl file")
     task = path.name.split(".")[0] if task is None else task
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -53,11 +54,14 @@ def _read_jsonl(path: Path, task: str | None) -> Iterator[Record]:
 
 def _parse(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        raw = json.loads(line.decode("utf-8"))
+        raw = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8 text ({error.reason} at its byte {error.start}); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); one record a line is wanted") from None
+        what = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        raise ValueError(f"{where} is not JSON ({what}); one record a line is wanted, on one line of its own") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} cannot be read ({error}); a record is a small JSON object") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{where} is a JSON {type(raw).__name__}; a record is a JSON object")
+        raise ValueError(f"{where} is a JSON {type(raw).__name__}; a record is a JSON object, one a line")
     return cast(Mapping[str, Any], raw)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
@@ -18,7 +17,7 @@ KINDS = ("text", "image", "audio", "video")
 TYPES = ("choice", "score", "noul")
 NOUL_OPTIONS = ("false", "true")  # the option order of a yes / no question
 MAX_CHOICE_OPTIONS, MAX_SCORE_LEVELS = 255, 10
-SUM_TOLERANCE = 1e-3  # targets come rounded to a few decimals; within this they are renormalised
+MAX_PROBABILITY, SUM_TOLERANCE = 1e6, 1e-3  # targets come rounded to a few decimals; within this they are renormalised
 
 
 class Question(TypedDict):
@@ -116,6 +115,7 @@ def _sequence(value: Any, what: str, of: str) -> list[Any]:
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{what} is {_shown(value)}; it must be a non-empty string")
+    _check_json(value, what)
     return value
 
 
@@ -125,8 +125,10 @@ def _shown(value: Any) -> str:
 
 def _check_json(value: Any, what: str) -> None:
     try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} is {_shown(value)}; it contains half a character (a lone surrogate, from text cut in an emoji)") from None
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{what} is {_shown(value)}; it must be text or JSON ({error})") from None
 
 
@@ -221,7 +223,7 @@ def _target(target: Any, y: Any, num_options: int, name: str, from_ys: bool) -> 
     if len(values) != num_options:
         raise ValueError(f"{name}: targets has {len(values)} probabilities for {num_options} options; give one an option, in option order")
     for value in values:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MAX_PROBABILITY:
             raise ValueError(f"{name}: targets contains {value!r}; probabilities are finite numbers of at least 0")
     total = sum(values)
     if abs(total - 1.0) > SUM_TOLERANCE:

@@ -6,7 +6,7 @@ set or a limit never moves an old calibration record into training.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,8 +46,11 @@ def select(records: Sequence[Record], config: TrainConfig) -> Selection:
         train = train[: config.max_records]
     if not train:
         splits = dict(Counter(record.split for record in records))
-        why = "; ".join(f"{n} of task {task!r}: {reason}" for (reason, task), n in dropped.items()) or "none were dropped"
-        raise ValueError(f"no record is left to train on (splits found: {splits}; dropped: {why}); give records of split 'train'")
+        why = "; ".join(f"{n} of task {task!r}: {reason}" for (reason, task), n in dropped.items()) or "none"
+        raise ValueError(
+            f"no record is left to train on (splits found: {splits}; dropped: {why}; set aside for calibration: {len(calibration)}); "
+            "give more records of split 'train'"
+        )
     return Selection(train, calibration, held_out, name or "calibration hold-out", dropped)
 
 
@@ -65,5 +68,6 @@ def _hold_out(records: Iterable[Record], config: TrainConfig) -> tuple[list[Reco
     parts: tuple[list[Record], list[Record]] = ([], [])
     for record in records:
         name = f"calibration/{record.group or record.id}".encode()
-        parts[zlib.crc32(name) < config.calibration_share * 2**32].append(record)
+        draw = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big")  # crc32 is uneven on numbered ids
+        parts[draw < config.calibration_share * 2**32].append(record)
     return parts

@@ -59,9 +59,7 @@ class Checkpoint:
 def capture(step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], diary_bytes: int) -> Snapshot:
     """Copy `tensors`, and the random state, at a step boundary. Raises CheckpointError if a weight is not finite."""
     copies = {group: {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors[group].items()} for group in TENSOR_GROUPS}
-    for name, tensor in copies["trainable"].items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"step {step} is not saved: {name} is not finite")
+    _check_finite(copies["trainable"])
     return Snapshot(step, copies, {"format": FORMAT, "step": step, **state, "rng": rng_state()}, diary_bytes)
 
 
@@ -145,20 +143,16 @@ def read(path: Path) -> Checkpoint:
         for group in TENSOR_GROUPS:
             name = f"{group}.safetensors"
             tensors[group] = load_file(path / name)
+        _check_finite(tensors["trainable"])
         return Checkpoint(path, step, tensors, state)
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from None
 
 
-def newest_good(folder: Path) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
-    """The newest checkpoint that can be used, and (name, reason) of each newer one that cannot."""
-    rejected: list[tuple[str, str]] = []
-    for path in listed(folder):
-        try:
-            return read(path), rejected
-        except CheckpointError as error:
-            rejected.append((path.name, str(error)))
-    return None, rejected
+def _check_finite(trainable: Mapping[str, Tensor]) -> None:
+    for name, tensor in trainable.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{name} is not finite")
 
 
 def rng_state() -> dict[str, Any]:
@@ -202,7 +196,9 @@ def _sha256(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder; its renames are in the journal
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

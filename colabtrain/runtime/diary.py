@@ -39,7 +39,7 @@ class Diary:
         now = self._clock()
         entry = {"time": now, "event": event, **fields, **({} if text is None else {"text": text})}
         with self._lock:
-            self._unwritten.append((self.path, json.dumps(_finite(entry), allow_nan=False)))
+            self._unwritten.append((self.path, json.dumps(_plain(entry), allow_nan=False)))
             for line in (text or "").splitlines():
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
                 self._unwritten.append((self.folder / LOG_FILE, f"{stamp} {line}"))
@@ -77,15 +77,17 @@ def _end_torn_line(path: Path) -> None:
                 file.write(b"\n")
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; they become null."""
+def _plain(value: Any) -> Any:
+    """What JSON can hold: NaN and infinity become null, numbers of numpy and torch plain ones, all else its text."""
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
 class Tail:

@@ -6,22 +6,30 @@ file named STOP or PAUSE in the run folder does the same when the kernel is too 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import os
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
 from colabtrain.config import RunConfig
 from colabtrain.runtime import checkpoint, loop
 from colabtrain.runtime.diary import Diary, Tail, history
+from colabtrain.runtime.keeper import Keeper, adopt_diary
 from colabtrain.task import Task
 
 State = Literal["starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
 ENDED: tuple[State, ...] = ("stopped", "finished", "failed")
+EXIT_SECONDS = 60.0  # what the end of the interpreter waits for a step to end and its checkpoint to be saved
+WAIT_SECONDS = 0.5  # one piece of a long wait: an interrupt is seen between two
 POLL_SECONDS = 0.2  # how soon a paused run sees that a STOP or PAUSE file came or went
 
 
@@ -30,18 +38,26 @@ class RunFailed(RuntimeError):
 
 
 class AlreadyRunning(RuntimeError):
-    """The run folder is in use by a live run."""
+    """The run folder, or the model, is in use by a live run."""
+
+
+_owners: WeakKeyDictionary[Any, Run] = WeakKeyDictionary()  # what is being trained -> by whom
+_owners_lock = threading.Lock()
 
 
 class Run:
     """A training job in the background. Made by start(); all methods may be called from any thread."""
 
-    def __init__(self, task: Task, folder: Path, config: RunConfig, resume: bool = True) -> None:
-        self.folder = Path(folder)
+    def __init__(self, task: Task, folder: Path, config: RunConfig, resume: bool = True, owned: Any = None) -> None:
+        """owned: what the task trains; two live runs of one model would destroy each other."""
+        self.folder = Path(folder).absolute()  # a cell may change the working directory
         self.step, self.num_steps = 0, 0
         self.exception_text: str | None = None  # the traceback
         self.error_line: str | None = None  # type and message
+        # Called by wait() and stop() on their own thread once the run has ended: what a notebook saves shows the end.
+        self.when_ended: list[Callable[[], None]] = []
         self._task, self._config, self._resume_saved = task, config, resume
+        self._owned = task if owned is None else owned
         self._state: State = "starting"  # written by the worker alone
         self._stop, self._pause, self._wake, self._done = (threading.Event() for _ in range(4))
         self._lock = FolderLock(self.folder)
@@ -55,21 +71,37 @@ class Run:
         """starting, running, paused, stopping, stopped, finished or failed."""
         return "stopping" if self._stop.is_set() and self._state not in ENDED else self._state
 
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest good checkpoint; 0 if there is none."""
+        return self._keeper.saved_step
+
     def launch(self) -> None:
-        """Lock the folder and start the thread. Raises AlreadyRunning if another run has the folder."""
-        self._lock.take()
+        """Lock folder and model and start the thread. Raises AlreadyRunning if another live run has one of them."""
+        locked = self._lock.take()
         try:
-            loop.adopt_diary(self.folder)
+            self._take_owned()
+            adopt_diary(self.folder)
             self.diary = Diary(self.folder)
+            if not locked:
+                self.diary.log("this file system has no locks: take care that no second run uses the folder")
             for name in ("STOP", "PAUSE"):
-                if (self.folder / name).exists():
-                    (self.folder / name).unlink()
+                if self._take_file(name):
                     self.diary.log(f"removed a file {name} left from before")
             checkpoint.clear_staging(self.folder / "checkpoints")
+            self._keeper = Keeper(self._task, self.diary, self.folder, self._config)
         except BaseException:
             self._lock.release()
             raise
+        atexit.register(self._at_exit)
         self._thread.start()
+
+    def _take_owned(self) -> None:
+        with _owners_lock:
+            other = _owners.get(self._owned)
+            if other is not None and other.state not in ENDED:
+                raise AlreadyRunning(f"the model is being trained by {other!r}; stop it first, or make a new model")
+            _owners[self._owned] = self
 
     # Controls
 
@@ -79,7 +111,7 @@ class Run:
 
     def resume(self) -> None:
         """Go on after pause(). Returns at once."""
-        (self.folder / "PAUSE").unlink(missing_ok=True)
+        self._take_file("PAUSE")
         self._pause.clear()
         self._wake.set()
 
@@ -88,19 +120,34 @@ class Run:
         self._stop.set()
         self._wake.set()
         if wait:
-            self._done.wait(timeout)
+            self._await_end(timeout)
         return self.state
 
     def wait(self, timeout: float | None = None) -> State:
         """Wait for the end; an interrupt leaves the run alive. Raises RunFailed with the traceback if it failed."""
-        self._done.wait(timeout)
+        self._await_end(timeout)
         if self.state == "failed":
             raise RunFailed(self.exception_text)
         return self.state
 
+    def _await_end(self, timeout: float | None) -> None:
+        if threading.current_thread() is self._thread:
+            return  # a step that stops its own run cannot wait for it
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._done.wait(WAIT_SECONDS if deadline is None else max(0.0, min(WAIT_SECONDS, deadline - time.monotonic()))):
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+        if self._done.is_set():
+            for call in self.when_ended:
+                call()
+
     def history(self) -> dict[str, list[Any]]:
         """What was recorded at each step so far, over all machines: column name -> values."""
         return history(Tail(self.diary.path).new())
+
+    def _at_exit(self) -> None:
+        """An interpreter that ends must not pull the floor from under a step in C++, nor lose what was trained."""
+        self.stop(timeout=EXIT_SECONDS)
 
     # The worker thread
 
@@ -108,33 +155,43 @@ class Run:
         try:
             with torch.enable_grad():  # grad mode is per thread; whatever the calling cell had does not hold here
                 self.diary.write("run_started", f"run {self.folder} started", pid=os.getpid(), torch=torch.__version__)
-                done = loop.train(self._task, self.diary, self.folder, self._config, self, self._resume_saved, self._on_step)
+                done = loop.train(self._task, self.diary, self._keeper, self._config, self, self._resume_saved)
             self._end("finished" if done else "stopped")
         except BaseException as error:
             # Only the text is kept: the exception would keep every tensor of the failed step alive.
             self.exception_text = traceback.format_exc()
-            self.error_line = f"{type(error).__name__}: {error}"
-            self._end("failed", error=type(error).__name__, message=str(error), traceback=self.exception_text)
+            self.error_line = traceback.format_exception_only(error)[-1].strip()
+            self._fail(type(error).__name__)
         finally:
+            if self._state not in ENDED:
+                self._state = "failed"
+            atexit.unregister(self._at_exit)
             self._lock.release()
             self._done.set()
 
-    def _end(self, state: State, **fields: Any) -> None:
-        reason = f": {fields['error']}: {fields['message']}" if fields else ""
-        self.diary.write(state, f"{state} at step {self.step:,} of {self.num_steps:,}{reason}", step=self.step, **fields)
+    def _fail(self, error: str) -> None:
+        saved = f"the newest checkpoint is of step {self.saved_step:,}" if self.saved_step else "there is no checkpoint"
+        fields = {"error": error, "message": self.error_line, "traceback": self.exception_text, "saved_step": self.saved_step}
+        self._end("failed", f": {self.error_line}; {saved}; the same start() goes on from there", **fields)
+
+    def _end(self, state: State, why: str = "", **fields: Any) -> None:
+        self.diary.write(state, f"{state} at step {self.step:,} of {self.num_steps:,}{why}", step=self.step, **fields)
         self._state = state
 
-    def _on_step(self, step: int, num_steps: int) -> None:
+    # The loop's gate
+
+    def reached(self, step: int, num_steps: int) -> None:
         self.step, self.num_steps = step, num_steps
         if self._state == "starting":
             self._state = "running"
 
-    def passed(self, step: int) -> bool:
-        """The loop's gate: hold while paused; False when the run is to stop."""
+    def passed(self, step: int, before_holding: Callable[[], None]) -> bool:
+        """Hold while paused; False when the run is to stop."""
         held = False
-        while not self._asked_to_stop() and (self._pause.is_set() or (self.folder / "PAUSE").exists()):
+        while not self._asked_to_stop() and (self._pause.is_set() or self._has_file("PAUSE")):
             if not held:
                 held = True
+                before_holding()
                 self._state = "paused"
                 self.diary.write("paused", f"paused at step {step:,}", step=step)
             self._wake.wait(POLL_SECONDS)
@@ -147,10 +204,23 @@ class Run:
         return True
 
     def _asked_to_stop(self) -> bool:
-        if not self._stop.is_set() and (self.folder / "STOP").exists():
-            (self.folder / "STOP").unlink(missing_ok=True)
+        if not self._stop.is_set() and self._take_file("STOP"):
             self._stop.set()
         return self._stop.is_set()
+
+    def _has_file(self, name: str) -> bool:
+        try:
+            return (self.folder / name).exists()
+        except OSError:  # a mounted drive that dropped out says nothing, and must not end the training
+            return False
+
+    def _take_file(self, name: str) -> bool:
+        """Remove a control file; False if there was none."""
+        if not self._has_file(name):
+            return False
+        with contextlib.suppress(OSError):
+            (self.folder / name).unlink(missing_ok=True)
+        return True
 
 
 class FolderLock:
@@ -160,27 +230,33 @@ class FolderLock:
         self.path = folder / "lock"
         self._file: Any = None
 
-    def take(self) -> None:
+    def take(self) -> bool:
+        """Lock; False where the system has no such locks. Raises AlreadyRunning if another run has the folder."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+")
         try:
             fcntl = importlib.import_module("fcntl")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # no advisory locks on Windows
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "unknown"
             file.close()
             raise AlreadyRunning(
                 f"a live run uses {str(self.path.parent)!r} (process {owner}); stop it first, or give another run folder"
             ) from None
+        except (ImportError, OSError):  # Windows, and mounted folders of some kinds
+            file.close()
+            return False
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         self._file = file
+        return True
 
     def release(self) -> None:
         if self._file is not None:
+            with contextlib.suppress(ImportError, OSError):
+                fcntl = importlib.import_module("fcntl")
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked child shares the open file, and with it the lock
             self._file.close()
             self._file = None

@@ -10,7 +10,7 @@ Timed: encode, plan, pack, forward, backward, clip, update; on two equal models 
 steps on the same batch whose order alternates. Not timed: reading data, drawing batches, checkpoints, logs. Says
 nothing of a GPU, of records with media, or of memory, for which checkpointing is meant.
 
-Run it with colabtrain installed, from a folder where --data exists:
+Run it with colabtrain installed:
     python tests/benchmarks/step_cpu.py [--pairs 50] [--threads 2] [--data vader_tweets.records.jsonl]
 """
 
@@ -36,6 +36,7 @@ from colabtrain.elastic.batches import capped
 from colabtrain.elastic.step import accumulate
 from colabtrain.elastic.task import ElasticTask
 from colabtrain.mmjev.backbone import collapse_altup, expand_altup, feed_forward, kv_roles
+from colabtrain.mmjev.demo_data import help_desk
 from colabtrain.mmjev.lora import Dropout, elastic_linear
 from colabtrain.mmjev.model import MMJev
 from colabtrain.records.reader import load_records
@@ -306,14 +307,14 @@ def report(times: dict[str, list[float]], real: Sequence[int], padded: Sequence[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Step time of colabtrain against a plain step, on the CPU.")
-    parser.add_argument("--data", default="../shared/data/vader_tweets.records.jsonl", help="records as JSON lines")
+    parser.add_argument("--data", help="records as JSON lines; default: generated messages to a help desk")
     parser.add_argument("--pairs", type=int, default=50, help="pairs of steps, one batch each")
     parser.add_argument("--threads", type=int, help="torch's threads (default: torch's own choice)")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    selection = select(load_records(arguments.data), TrainConfig())
+    selection = select(load_records(arguments.data) if arguments.data else help_desk(1000), TrainConfig())
     if not agree(selection):
         return 1
     measure(selection, arguments.pairs)

@@ -1,0 +1,142 @@
+"""Keeper: when to save, what to do when a save fails, and where to go on from.
+
+A save that fails is said and tried again at its next time; training goes on. A resume never starts from scratch in
+silence while there is a checkpoint: one that cannot be used is named with the reason, and one of another experiment is
+refused with the differences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from colabtrain.config import RunConfig
+from colabtrain.device import machine
+from colabtrain.runtime import checkpoint
+from colabtrain.runtime.checkpoint import Checkpoint, CheckpointError
+from colabtrain.runtime.diary import DIARY_FILE, Diary
+from colabtrain.runtime.recorder import Recorder
+from colabtrain.task import Task
+
+LAST_SAVE_TRIES, RETRY_SECONDS = 3, 1.0
+
+
+class Keeper:
+    """Saves and restores one run's checkpoints."""
+
+    def __init__(self, task: Task, diary: Diary, folder: Path, config: RunConfig) -> None:
+        self.task, self.diary, self.config = task, diary, config
+        self.folder = folder / "checkpoints"
+        self.saved_step = 0  # of the newest good checkpoint; 0: none
+        self._tried_at, self._wait = time.monotonic(), config.first_checkpoint_seconds
+
+    def due(self, step: int) -> bool:
+        return step % self.config.checkpoint_every == 0 or time.monotonic() - self._tried_at >= self._wait
+
+    def save(self, step: int, recorder: Recorder) -> bool:
+        """Save step `step` unless it is the newest one already; False if that failed."""
+        recorder.flush()
+        if step == self.saved_step:
+            return True
+        started = time.perf_counter()
+        try:
+            tensors, meta = self.task.state()
+            snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size())
+            path = checkpoint.write(self.folder, snapshot, self.diary.path)
+            checkpoint.prune(path, self.config.keep_local)
+        except (OSError, CheckpointError, TypeError, ValueError) as error:
+            self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {error}; training goes on", step=step)
+            return False
+        finally:
+            self._tried_at, self._wait = time.monotonic(), self.config.checkpoint_seconds
+        self.saved_step = step
+        seconds = time.perf_counter() - started
+        self.diary.write("checkpoint_saved", f"saved step {step:,} in {seconds:.2f} s", step=step, path=str(path), seconds=seconds)
+        return True
+
+    def save_last(self, step: int, recorder: Recorder) -> None:
+        """Save before the run ends. Raises RuntimeError if that fails three times: nobody may believe it is safe."""
+        for attempt in range(LAST_SAVE_TRIES):
+            if attempt:
+                time.sleep(RETRY_SECONDS)
+            if self.save(step, recorder):
+                return
+        raise RuntimeError(
+            f"step {step:,} could not be saved; the newest checkpoint is of step {self.saved_step:,}. "
+            f"Make room in {str(self.folder)!r} and start the run again"
+        )
+
+    def _state(self, meta: Mapping[str, Any], recorder: Recorder) -> dict[str, Any]:
+        return {
+            "fingerprint": self.task.fingerprint(),
+            "task": meta,
+            "totals": recorder.totals,
+            "num_steps": recorder.num_steps,
+            "run_config": dataclasses.asdict(self.config),
+            "machine": machine(),
+        }
+
+    def restore(self, recorder: Recorder, resume: bool) -> int:
+        """Go on from the newest good checkpoint; returns its step, 0 on a fresh start.
+
+        Raises ValueError when the newest good one is of another experiment, when none of those there is good, or,
+        with resume=False, when there is any.
+        """
+        paths = checkpoint.listed(self.folder)
+        if not resume and paths:
+            raise ValueError(f"resume=False, but {self.folder} has checkpoints; give an empty run folder, or leave resume out")
+        for path in paths:
+            try:
+                found = checkpoint.read(path)
+                self._check(found)
+                self._take(found, recorder)
+                return found.step
+            except (CheckpointError, LookupError) as error:
+                self.diary.write(
+                    "checkpoint_rejected", f"checkpoint {path.name} cannot be used: {error}", name=path.name, reason=str(error)
+                )
+        if paths:
+            raise ValueError(f"no checkpoint in {self.folder} can be used (see the log); move the folder away to start anew")
+        # The event has the name of a resume so that readers drop what an earlier, never saved attempt left in the diary.
+        self.diary.write("resumed", f"fresh start: no checkpoint in {self.folder}", step=0)
+        return 0
+
+    def _check(self, found: Checkpoint) -> None:
+        saved = found.state["fingerprint"]
+        mine = json.loads(json.dumps(self.task.fingerprint()))  # what it would be after a round trip: tuples are lists there
+        if differences := _differences(saved, mine):
+            raise ValueError(
+                f"checkpoint {found.path} belongs to another experiment ({differences}); "
+                "use the same data and settings, or give another run folder"
+            )
+
+    def _take(self, found: Checkpoint, recorder: Recorder) -> None:
+        totals, rng = dict(found.state["totals"]), found.state["rng"]
+        try:
+            self.task.load(found.tensors, found.state["task"])
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+        checkpoint.set_rng_state(rng)
+        recorder.totals |= totals
+        self.saved_step = found.step
+        self.diary.write("resumed", f"resumed from step {found.step:,} of checkpoint {found.path}", step=found.step)
+        if (before := found.state["num_steps"]) != recorder.num_steps:
+            self.diary.log(f"the run has {recorder.num_steps:,} steps now, {before:,} before: learning rates follow the new number")
+        if changes := _differences(found.state["machine"], machine()):
+            self.diary.log(f"another machine than the checkpoint's ({changes}): numbers may differ in their last bits from here on")
+
+
+def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
+    return "; ".join(f"{name}: checkpoint {saved.get(name)!r}, now {mine.get(name)!r}" for name in names)
+
+
+def adopt_diary(folder: Path) -> None:
+    """Where the run folder has checkpoints but no diary (it came from elsewhere), take the newest one's."""
+    newest = checkpoint.listed(folder / "checkpoints")[:1]
+    if newest and not (folder / DIARY_FILE).exists() and (newest[0] / DIARY_FILE).exists():
+        (folder / DIARY_FILE).write_bytes((newest[0] / DIARY_FILE).read_bytes())
