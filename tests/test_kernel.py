@@ -74,7 +74,7 @@ class Page:
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
+def page(tmp_path: Path, own_event_loop: None) -> Iterator[Page]:
     root = str(Path(__file__).parents[1])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": paths, "IPYTHONDIR": str(tmp_path / "ipython"), "JUPYTER_RUNTIME_DIR": str(tmp_path)}

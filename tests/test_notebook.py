@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 
 pytestmark = [
     pytest.mark.colab,
+    pytest.mark.usefixtures("own_event_loop"),
     # of the notebook libraries' own making, on one lane or the other
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
