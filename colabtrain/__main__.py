@@ -38,7 +38,7 @@ def _start(arguments: argparse.Namespace) -> tuple[Any, Any] | int:
     from colabtrain.runtime.run import AlreadyRunning
 
     tail = Tail(arguments.run / DIARY_FILE)
-    tail.new()  # what an earlier session wrote is in the folder, not news
+    tail.new()  # what earlier calls wrote is in the folder, not news
     try:
         return start(model, data, run_dir=arguments.run, display=False, **options), tail
     except AlreadyRunning as error:

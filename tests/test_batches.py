@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -39,15 +39,6 @@ def choice(num: int, words: int = 1) -> dict[str, Any]:
 
 SCORE: dict[str, Any] = {"type": "score", "instructions": "How large?", "criteria": [f"level number {i} of all" for i in range(10)]}
 NOUL: dict[str, Any] = {"type": "noul", "instructions": "Is it even?"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """So small a model is faster on one thread, and by far on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -130,15 +130,6 @@ def test_baselines_know_nothing_of_held_out_targets() -> None:
     before = repr(known)
     baselines(records([0.0, 1.0, 0.0]), known)
     assert repr(known) == before
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """So small a model is faster on one thread, and by far on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_stopped_in_the_middle_and_started_again_equals_an_undisturbed_run(
 ) -> None:
     """Stopped twice, once in each epoch, with dropout; the numbers and the final weights are equal bit for bit."""
     real, runs, known = ElasticTask.step, list[colabtrain.Run](), threading.Event()
-    stop_before = {1: 5, 2: 11}  # by the number of the session
+    stop_before = {1: 5, 2: 11}  # by the number of the start
 
     def step(self: ElasticTask, i: int, splits: int = 1) -> StepReport:
         if i == stop_before.get(len(events(tmp_path, "run_started"))):
