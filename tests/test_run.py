@@ -147,7 +147,8 @@ def test_a_failure_is_kept_shown_and_raised_by_wait(tmp_path: Path) -> None:
     assert run.state == "failed" and run.step == 7
     assert run.exception_text is not None and "before_step" in run.exception_text
     failed = events(tmp_path)[-1]
-    assert (failed["event"], failed["error"], failed["step"]) == ("failed", "KeyError", 7) and "Traceback" in failed["traceback"]
+    assert (failed["event"], failed["error"], failed["message"], failed["step"]) == ("failed", "KeyError", "'the seventh'", 7)
+    assert "Traceback" in failed["traceback"]
     assert "KeyError: 'the seventh'" in (tmp_path / "train.log").read_text()
     assert run.stop() == "failed"  # a failed run never says stopped or finished
 

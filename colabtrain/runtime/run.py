@@ -161,7 +161,7 @@ class Run:
             # Only the text is kept: the exception would keep every tensor of the failed step alive.
             self.exception_text = traceback.format_exc()
             self.error_line = traceback.format_exception_only(error)[-1].strip()
-            self._fail(type(error).__name__)
+            self._fail(type(error).__name__, self.error_line.partition(": ")[2])
         finally:
             if self._state not in ENDED:
                 self._state = "failed"
@@ -169,9 +169,9 @@ class Run:
             self._lock.release()
             self._done.set()
 
-    def _fail(self, error: str) -> None:
+    def _fail(self, error: str, message: str) -> None:
         saved = f"the newest checkpoint is of step {self.saved_step:,}" if self.saved_step else "there is no checkpoint"
-        fields = {"error": error, "message": self.error_line, "traceback": self.exception_text, "saved_step": self.saved_step}
+        fields = {"error": error, "message": message, "traceback": self.exception_text, "saved_step": self.saved_step}
         self._end("failed", f": {self.error_line}; {saved}; the same start() goes on from there", **fields)
 
     def _end(self, state: State, why: str = "", **fields: Any) -> None:
