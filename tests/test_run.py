@@ -197,6 +197,18 @@ def test_a_task_or_model_has_one_live_run(tmp_path: Path) -> None:
     assert start(task, tmp_path / "b").wait(SECONDS) == "finished"
 
 
+def test_an_ended_run_keeps_no_task_in_memory(tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    run = start(ToyTask(2), tmp_path)
+    assert run.wait(SECONDS) == "finished"
+    task = weakref.ref(run._task)
+    del run
+    gc.collect()
+    assert task() is None
+
+
 def test_a_step_that_stops_its_own_run_does_not_wait_for_itself(tmp_path: Path) -> None:
     runs: list[Run] = []
     known = threading.Event()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import math
 import os
 import threading
 import time
@@ -90,11 +91,11 @@ class Run:
                     self.diary.log(f"removed a file {name} left from before")
             checkpoint.clear_staging(self.folder / "checkpoints")
             self._keeper = Keeper(self._task, self.diary, self.folder, self._config)
+            atexit.register(self._at_exit)
+            self._thread.start()
         except BaseException:
-            self._lock.release()
+            self._let_go()
             raise
-        atexit.register(self._at_exit)
-        self._thread.start()
 
     def _take_owned(self) -> None:
         with _owners_lock:
@@ -102,6 +103,14 @@ class Run:
             if other is not None and other.state not in ENDED:
                 raise AlreadyRunning(f"the model is being trained by {other!r}; stop it first, or make a new model")
             _owners[self._owned] = self
+
+    def _let_go(self) -> None:
+        """Undo what launch() took; what is left in _owners would keep the model in memory for ever."""
+        atexit.unregister(self._at_exit)
+        with _owners_lock:
+            if _owners.get(self._owned) is self:
+                del _owners[self._owned]
+        self._lock.release()
 
     # Controls
 
@@ -133,13 +142,12 @@ class Run:
     def _await_end(self, timeout: float | None) -> None:
         if threading.current_thread() is self._thread:
             return  # a step that stops its own run cannot wait for it
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._done.wait(WAIT_SECONDS if deadline is None else max(0.0, min(WAIT_SECONDS, deadline - time.monotonic()))):
-            if deadline is not None and time.monotonic() >= deadline:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._done.wait(max(0.0, min(WAIT_SECONDS, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
                 return
-        if self._done.is_set():
-            for call in self.when_ended:
-                call()
+        for call in self.when_ended:
+            call()
 
     def history(self) -> dict[str, list[Any]]:
         """What was recorded at each step so far, over all machines: column name -> values."""
@@ -165,8 +173,7 @@ class Run:
         finally:
             if self._state not in ENDED:
                 self._state = "failed"
-            atexit.unregister(self._at_exit)
-            self._lock.release()
+            self._let_go()
             self._done.set()
 
     def _fail(self, error: str, message: str) -> None:
