@@ -58,13 +58,12 @@ class Schedule:
         batches = [
             batch
             for start in range(0, len(order), chunk)
-            for batch in self._fill(sorted(order[start : start + chunk], key=self.lengths.__getitem__))
+            for batch in fill(
+                sorted(order[start : start + chunk], key=self.lengths.__getitem__), self.lengths, self.batch_size, self.token_budget
+            )
         ]
         rng.shuffle(batches)
         return batches
-
-    def _fill(self, indices: Sequence[int]) -> list[list[int]]:
-        return fill(indices, self.lengths, self.batch_size, self.token_budget)
 
 
 def fill(indices: Sequence[int], lengths: Sequence[int], batch_size: int, token_budget: int) -> list[list[int]]:
@@ -84,6 +83,12 @@ def estimated_length(record: Record) -> int:
     media = {"image": 64, "video": 150, "audio": 60}
     state = sum(media.get(seg.kind) or len(str(seg.data)) // 4 for seg in record.state)
     return state + sum(30 + 12 * len(target) for target in record.targets)
+
+
+def plan_record(model: Any, record: Record, subnets: Mapping[str, SubnetConfig]) -> Any:
+    """The plan of `record` for the sub-network that makes it longest (they differ in the number of latents)."""
+    fc = max(subnets.values(), key=lambda subnet: subnet.n_latents)
+    return model.plan(model.encode_state(record.state, fc), record.qs, fc)
 
 
 def planned_length(plan: Any, questions: Sequence[Question], max_options: int) -> int:
@@ -111,7 +116,6 @@ class Batch:
     targets: Tensor
     is_score: Tensor
     num_tokens: int
-    records: Sequence[Record]
 
     @property
     def num_questions(self) -> int:
@@ -139,7 +143,7 @@ def build(model: Any, records: Sequence[Record], subnets: Mapping[str, SubnetCon
         read += n
     is_score = torch.tensor([kind == "score" for _, kind in questions])
     device = first.ids.device
-    return Batch(packed, index.to(device), targets.to(device), is_score.to(device), first.num_tokens, records)
+    return Batch(packed, index.to(device), targets.to(device), is_score.to(device), first.num_tokens)
 
 
 def capped(record: Record, config: TrainConfig, epoch: int) -> Record:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colabtrain.config import SubnetConfig, TrainConfig
 from colabtrain.elastic import objective
-from colabtrain.elastic.batches import build, fill
+from colabtrain.elastic.batches import build, fill, plan_record
 from colabtrain.records.caps import cap_record
 from colabtrain.records.schema import Record, question_key
 
@@ -91,8 +91,7 @@ def grouped(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def evaluate(model: Any, records: Sequence[Record], subnets: Mapping[str, SubnetConfig], config: TrainConfig) -> dict[str, Any]:
     """grouped() results of each sub-network over `records`, all options shown, no dropout."""
     shown = [cap_record(record, config.max_state_chars) for record in records]
-    widest = max(subnets.values(), key=lambda fc: fc.n_latents)
-    lengths = [len(model.plan(model.encode_state(record.state, widest), record.qs, widest)) for record in shown]
+    lengths = [len(plan_record(model, record, subnets)) for record in shown]
     order = sorted(range(len(shown)), key=lengths.__getitem__)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in subnets}
     for indices in fill(order, lengths, 4 * config.batch_size, config.token_budget):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colabtrain.config import HEADS_LR, LORA_LR, RunConfig, SubnetConfig, TrainConfig
 from colabtrain.elastic import evaluate
-from colabtrain.elastic.batches import Schedule, capped, planned_length
+from colabtrain.elastic.batches import Schedule, capped, plan_record, planned_length
 from colabtrain.elastic.optimizer import Optimizer
 from colabtrain.elastic.step import accumulate
 from colabtrain.records.caps import cap_record
@@ -69,10 +69,8 @@ class ElasticTask:
         self._fingerprint = self._make_fingerprint()
 
     def _length(self, record: Record) -> int:
-        fc = max(self.subnets.values(), key=lambda subnet: subnet.n_latents)
         record = cap_record(record, self.config.max_state_chars)
-        plan = self.model.plan(self.model.encode_state(record.state, fc), record.qs, fc)
-        return planned_length(plan, record.qs, self.config.max_options)
+        return planned_length(plan_record(self.model, record, self.subnets), record.qs, self.config.max_options)
 
     def step(self, i: int, splits: int = 1) -> StepReport:
         self.model.train()  # a cell may have called eval()
