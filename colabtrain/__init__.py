@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from colabtrain.records import Record as Record
     from colabtrain.records import Seg as Seg
     from colabtrain.records import load_records as load_records
-    from colabtrain.runtime.run import AlreadyRunning as AlreadyRunning
+    from colabtrain.runtime.lock import AlreadyRunning as AlreadyRunning
     from colabtrain.runtime.run import Run as Run
     from colabtrain.runtime.run import RunFailed as RunFailed
     from colabtrain.task import StepReport as StepReport
@@ -34,7 +34,7 @@ _HOMES = {
     "Record": "colabtrain.records",
     "Seg": "colabtrain.records",
     "load_records": "colabtrain.records",
-    "AlreadyRunning": "colabtrain.runtime.run",
+    "AlreadyRunning": "colabtrain.runtime.lock",
     "Run": "colabtrain.runtime.run",
     "RunFailed": "colabtrain.runtime.run",
     "StepReport": "colabtrain.task",

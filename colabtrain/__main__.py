@@ -35,7 +35,7 @@ def _start(arguments: argparse.Namespace) -> tuple[Any, Any] | int:
 
     from colabtrain.api import start
     from colabtrain.runtime.diary import DIARY_FILE, Tail
-    from colabtrain.runtime.run import AlreadyRunning
+    from colabtrain.runtime.lock import AlreadyRunning
 
     tail = Tail(arguments.run / DIARY_FILE)
     tail.new()  # what earlier calls wrote is in the folder, not news

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
@@ -33,6 +33,7 @@ class SubnetConfig:
     media_exit: int | None = None
     sibling_from: int | None = 14
     ffn_width: int | None = None
+    given: Any = field(default=None, repr=False, compare=False)  # the person's own object this was read from
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -40,25 +41,45 @@ class SubnetConfig:
             check_at_least(self, name, lowest)
 
 
-def as_subnet(name: str, fc: Any) -> Any:
-    """A mapping of SubnetConfig's fields as a SubnetConfig; anything else as it is."""
-    if not isinstance(fc, Mapping):
+SUBNET_FIELDS = tuple(item.name for item in dataclasses.fields(SubnetConfig) if item.name != "given")
+
+
+def as_subnet(name: str, fc: Any) -> SubnetConfig:
+    """A SubnetConfig from one, a mapping of its fields, a sequence of their values, or any object with those attributes.
+
+    Raises ValueError naming the sub-network.
+    """
+    if isinstance(fc, SubnetConfig):
         return fc
-    try:
-        return SubnetConfig(**fc)
-    except TypeError:
-        known = ", ".join(item.name for item in dataclasses.fields(SubnetConfig))
-        raise ValueError(f"subnets[{name!r}]={dict(fc)!r} has an unknown field; a sub-network has {known}") from None
+    fields = _subnet_fields(fc)
+    if fields is None:
+        raise ValueError(
+            f"subnets[{name!r}]={fc!r} is of type {type(fc).__name__}; it must be a SubnetConfig, a mapping of its fields, a sequence of "
+            "their values, or an object that has them"
+        )
+    if unknown := sorted(set(fields) - set(SUBNET_FIELDS)):
+        raise ValueError(f"subnets[{name!r}]={fc!r} has an unknown field {unknown[0]!r}; a sub-network has {', '.join(SUBNET_FIELDS)}")
+    return SubnetConfig(**fields, given=fc)
 
 
-def default_subnets(num_layers: int, ffn_width: int) -> dict[str, SubnetConfig]:
+def _subnet_fields(fc: Any) -> dict[str, Any] | None:
+    if isinstance(fc, Mapping):
+        return dict(fc)
+    if hasattr(fc, "exit_layer"):
+        return {field: getattr(fc, field) for field in SUBNET_FIELDS if hasattr(fc, field)}
+    if isinstance(fc, Sequence) and not isinstance(fc, str) and len(fc) <= len(SUBNET_FIELDS):
+        return dict(zip(SUBNET_FIELDS, fc, strict=False))
+    return None
+
+
+def default_subnets(num_layers: int, ffn_width: int | None) -> dict[str, SubnetConfig]:
     """`full` and `fast` for a backbone of `num_layers` layers: Gemma 3n E4B's 20, 8 and 14 of 35, by proportion."""
 
     def share(of_35: int) -> int:
         return max(1, round(of_35 / 35 * num_layers))
 
     full = SubnetConfig(exit_layer=num_layers, sibling_from=share(14))
-    fast = dataclasses.replace(full, exit_layer=share(20), media_exit=share(8), ffn_width=max(1, ffn_width // 2))
+    fast = dataclasses.replace(full, exit_layer=share(20), media_exit=share(8), ffn_width=ffn_width and max(1, ffn_width // 2))
     return {"full": full, "fast": fast}
 
 
@@ -80,8 +101,11 @@ class TrainConfig:
     clip: str = field(default="group", metadata={"choices": ("group", "joint")})
     brier_weight: float = _at_least(0.1, 0)
     rps_weight: float = _at_least(0.0, 0)  # ranked probability score, `score` questions only
-    kl_weight: float = _at_least(0.5, 0)  # KL(full || every other sub-network)
-    lora_r: int = _at_least(16, 1)
+    kl_weight: float = _at_least(0.5, 0)  # KL(teacher || every other sub-network)
+    kl_temperature: float = _at_least(1.0, 0.01, 100)
+    # The first sub-network's answers in the same pass, in a pass without dropout, or no distillation:
+    teacher: str = field(default="train", metadata={"choices": ("train", "eval", "none")})
+    lora_r: int = _at_least(16, 0)  # 0: heads and latents alone are trained
     lora_alpha: float = _at_least(32.0, 0)
     lora_dropout: float = _at_least(0.05, 0, 0.99)
     max_state_chars: int = _at_least(1500, 1)
@@ -117,6 +141,7 @@ class RunConfig:
     log_every: int = _at_least(50, 1)  # steps
     eval_every: int | None = _at_least(None, 1)  # steps; None: at the end only
     max_eval_records: int | None = _at_least(None, 1)
+    on_unrecoverable: str = field(default="fail", metadata={"choices": ("fail", "exit")})  # exit: end the process with status 3
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -200,3 +225,11 @@ def split_options(options: Mapping[str, Any], base: Any = None) -> tuple[TrainCo
 def _nearest(name: str, known: set[str]) -> str:
     close = difflib.get_close_matches(name, sorted(known), n=1) or sorted(other for other in known if other.startswith(name))
     return f"did you mean {' or '.join(close)}?" if close else "known options: " + ", ".join(sorted(known))
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """The fields of a config as JSON, sub-networks as mappings: what a fingerprint is made of."""
+    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    if subnets := values.get("subnets"):
+        values["subnets"] = {name: {field: getattr(fc, field) for field in SUBNET_FIELDS} for name, fc in subnets.items()}
+    return values

@@ -1,11 +1,95 @@
-"""Leaf: what the machine has. Nothing here changes its state."""
+"""Leaf: what the machine has, and what an error says of it. Importing this loads no torch."""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+OUT_OF_MEMORY_TEXTS = (
+    "out of memory",  # CUDA, HIP and MPS, raised by the allocator or by the driver
+    "can't allocate memory",  # the CPU's allocator
+    "not enough memory: you tried to allocate",  # the same on Windows
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "cusolver_status_alloc_failed",
+    "cublas_status_not_initialized",  # a handle found no room
+    "cudnn_status_not_initialized",
+)
+DEAD_DEVICE_TEXTS = ("device-side assert", "cuda error", "hip error", "cublas_status_execution_failed", "cudnn_status_execution_failed")
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """`error`, what it was raised from, what that was raised from, and so on."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether less work at once may help: an allocator's refusal in any of its shapes, or an error raised from one."""
+    return any(isinstance(cause, MemoryError) or _says(cause, OUT_OF_MEMORY_TEXTS) for cause in causes(error))
+
+
+def is_dead(error: BaseException) -> bool:
+    """Whether the accelerator is lost to this process (a device-side assert, an illegal access): touch it no more."""
+    return not is_out_of_memory(error) and any(_says(cause, DEAD_DEVICE_TEXTS) for cause in causes(error))
+
+
+def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
+    # torch.OutOfMemoryError and torch.AcceleratorError are RuntimeErrors
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
+
+
+def forget(error: BaseException) -> None:
+    """Take from `error` and all it was raised from what would keep the tensors of the failed call alive."""
+    for cause in list(causes(error)):
+        cause.__traceback__ = cause.__cause__ = cause.__context__ = None
+
+
+def forget_last_error(package: str) -> None:
+    """Drop what the interpreter and IPython keep of the last error, if its frames passed through `package`."""
+    last: Any = getattr(sys, "last_value", None)
+    if not (last and any(_passed_through(cause, package) for cause in causes(last))):
+        return
+    for name in ("last_exc", "last_value", "last_type", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    ipython = sys.modules.get("IPython")
+    shell: Any = ipython.get_ipython() if ipython else None
+    if shell is not None and hasattr(shell, "InteractiveTB"):
+        for name in ("tb", "etype", "value"):
+            setattr(shell.InteractiveTB, name, None)
+    forget(last)
+
+
+def _passed_through(error: BaseException, package: str) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").partition(".")[0] == package for frame, _ in frames)
+
+
+def release_memory() -> None:
+    """Give back what nothing holds any more: cycles to Python, cached blocks to the accelerator's driver."""
+    gc.collect()
+    if _cuda_in_use():
+        sys.modules["torch"].cuda.empty_cache()
+
+
+def accelerator_bytes() -> int:
+    """Bytes of the accelerator's memory that tensors hold now; 0 where there is none."""
+    return int(sys.modules["torch"].cuda.memory_allocated()) if _cuda_in_use() else 0
+
+
+def _cuda_in_use() -> bool:
+    torch = sys.modules.get("torch")  # asking an idle card would take memory on it
+    return torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def machine() -> dict[str, str | int]:
@@ -18,7 +102,7 @@ def machine() -> dict[str, str | int]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # asking an idle card would take memory on it
+    if _cuda_in_use():
         described["gpu"] = torch.cuda.get_device_name()
     return described
 
@@ -26,10 +110,9 @@ def machine() -> dict[str, str | int]:
 def memory_bytes() -> dict[str, int]:
     """Memory of this process now and at its peak: ram, ram_peak, and gpu, gpu_peak where CUDA is in use."""
     memory = _ram_bytes()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        memory["gpu"] = int(torch.cuda.memory_allocated())
-        memory["gpu_peak"] = int(torch.cuda.max_memory_allocated())
+    if _cuda_in_use():
+        memory["gpu"] = accelerator_bytes()
+        memory["gpu_peak"] = int(sys.modules["torch"].cuda.max_memory_allocated())
     return memory
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,17 @@ class StepReport:
     scale: float | Tensor | None = None
     skipped: bool | Tensor = False
 
+    def __post_init__(self) -> None:
+        for name in ("loss", "parts", "lr", "grad_norm"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise ValueError(f"StepReport({name}={value!r}) is a {type(value).__name__}; give a mapping such as {{'loss': value}}")
+
 
 class Task(Protocol):
     """A training job. All methods but fingerprint() run on the worker thread."""
+
+    # What else a Task may offer: borrow() (Borrows), evaluate() (Evaluates), describe() (Describes), ending() (Ends),
+    # contents() and set_aside() (Divides), first_bad_module() (Diagnoses). A Task without them trains all the same.
 
     @property
     def num_steps(self) -> int:
@@ -42,7 +53,11 @@ class Task(Protocol):
         ...
 
     def step(self, i: int, splits: int = 1) -> StepReport:
-        """Forward, backward and update of logical step i (from 0), in `splits` parts with the same gradient."""
+        """Forward, backward and update of logical step i (from 0), in `splits` parts with the same gradient.
+
+        If it raises (out of memory, say), weights and optimizer must be as before the step: the loop then calls it
+        again with more splits, or saves them. More splits than there are items is as many as there are items.
+        """
         ...
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -74,3 +89,59 @@ class Describes(Protocol):
     def describe(self) -> list[str]:
         """Lines for the log: what is trained on what, and what was left out."""
         ...
+
+
+@runtime_checkable
+class Ends(Protocol):
+    """A Task that has something to do when the last step is done."""
+
+    def ending(self, folder: Path) -> list[tuple[str, str, dict[str, Any]]]:
+        """Leave the model ready for use, and in `folder` what people keep. Returns (event, text, fields) for the diary."""
+        ...
+
+
+@runtime_checkable
+class Borrows(Protocol):
+    """A Task whose model other threads may use between two steps; run.borrow() is the way to it."""
+
+    def borrow(self) -> AbstractContextManager[Any]:
+        """The model ready for inference; exactly as it was afterwards. Called between two steps, on the borrower's thread."""
+        ...
+
+
+@runtime_checkable
+class Divides(Protocol):
+    """A Task that can say what a step is made of, and leave out an item that alone does not fit into memory."""
+
+    def contents(self, i: int) -> list[dict[str, Any]]:
+        """The items of logical step i (JSON), such as {"id": ..., "task": ..., "tokens": ...}."""
+        ...
+
+    def set_aside(self, i: int) -> dict[str, Any] | None:
+        """After a failed step(i, splits) with one item a part: leave the item that failed out of step i and return its
+        contents() entry; None if the memory ran out elsewhere."""
+        ...
+
+
+@runtime_checkable
+class Diagnoses(Protocol):
+    """A Task that can find out why a step's loss or gradient is not finite."""
+
+    def first_bad_module(self, i: int) -> str:
+        """A sentence that names the first module of logical step i that is not finite. Changes nothing."""
+        ...
+
+
+@contextlib.contextmanager
+def inference(module: nn.Module) -> Generator[nn.Module]:
+    """`module` in eval mode; each submodule's mode and each parameter's requires_grad come back exactly."""
+    modes = [(part, part.training) for part in module.modules()]
+    learning = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    module.eval()
+    try:
+        yield module
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        for parameter, requires_grad in learning:
+            parameter.requires_grad_(requires_grad)

@@ -7,7 +7,8 @@ import math
 import re
 import subprocess
 import sys
-from typing import Any
+import types
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -56,7 +57,10 @@ WRONG_VALUES: list[tuple[type, str, Any]] = [
     (TrainConfig, "brier_weight", -0.1),
     (TrainConfig, "rps_weight", -1),
     (TrainConfig, "kl_weight", -2.0),
-    (TrainConfig, "lora_r", 0),
+    (TrainConfig, "lora_r", -1),
+    (TrainConfig, "teacher", "ema"),
+    (TrainConfig, "kl_temperature", 0.0),
+    (RunConfig, "on_unrecoverable", "sleep"),
     (TrainConfig, "lora_alpha", -1.0),
     (TrainConfig, "lora_dropout", -0.01),
     (TrainConfig, "max_state_chars", 0),
@@ -92,8 +96,8 @@ def test_wrong_value_is_refused_by_field_and_value(config: type, name: str, valu
 
 
 def test_limits_are_named() -> None:
-    with pytest.raises(ValueError, match=r"lora_r=0 is too small; it must be at least 1"):
-        TrainConfig(lora_r=0)
+    with pytest.raises(ValueError, match=r"batch_size=0 is too small; it must be at least 1"):
+        TrainConfig(batch_size=0)
     with pytest.raises(ValueError, match=r"calibration_share=0.6 is too large; it must be at most 0.5"):
         TrainConfig(calibration_share=0.6)
     with pytest.raises(ValueError, match=r"clip='all' is unknown; it must be one of group, joint"):
@@ -202,8 +206,8 @@ def test_split_options_precedence() -> None:
 
 
 def test_split_options_checks_values_and_base() -> None:
-    with pytest.raises(ValueError, match=r"lora_r=0"):
-        split_options({"lora_r": 0}, base=TrainConfig())
+    with pytest.raises(ValueError, match=r"lora_r=-1"):
+        split_options({"lora_r": -1}, base=TrainConfig())
     with pytest.raises(ValueError, match=r"config=\{'seed': 1\} is a dict; give a TrainConfig, a RunConfig or both"):
         split_options({}, base={"seed": 1})
     with pytest.raises(ValueError, match=r"config='fast' is a str"):
@@ -222,7 +226,7 @@ def test_default_subnets_of_the_35_layer_model() -> None:
 def test_default_subnets_by_proportion(layers: int, width: int, fast: tuple[int, int, int, int]) -> None:
     subnets = default_subnets(layers, width)
     assert subnets["full"] == SubnetConfig(exit_layer=layers, sibling_from=fast[2])
-    assert dataclasses.astuple(subnets["fast"]) == (8, *fast)
+    assert dataclasses.astuple(subnets["fast"]) == (8, *fast, None)
 
 
 @pytest.mark.parametrize("layers", range(1, 61))
@@ -247,5 +251,29 @@ def test_what_a_toml_file_can_say_is_taken() -> None:
     assert config.subnets == {"only": SubnetConfig(exit_layer=3)}
     steps = RunConfig(steps=numpy.int64(7)).steps  # type: ignore[arg-type]
     assert steps == 7 and type(steps) is int
-    with pytest.raises(ValueError, match=r"subnets\['x'\]=.*'exits': 3.* has an unknown field; a sub-network has n_latents"):
+    with pytest.raises(ValueError, match=r"subnets\['x'\]=.*'exits': 3.* has an unknown field 'exits'; a sub-network has n_latents"):
         TrainConfig(subnets={"x": {"exits": 3}})  # type: ignore[dict-item]
+
+
+class Positional(NamedTuple):
+    """As in code of one's own: four fields, by position."""
+
+    n_latents: int
+    exit_layer: int
+    media_exit: int | None
+    sibling_from: int | None
+
+
+@pytest.mark.parametrize(
+    "fc", [Positional(4, 3, 1, 2), types.SimpleNamespace(**Positional(4, 3, 1, 2)._asdict()), (4, 3, 1, 2), [4, 3, 1, 2]]
+)
+def test_sub_networks_may_be_ones_own_objects(fc: Any) -> None:
+    subnets = TrainConfig(subnets={"small": fc}).subnets
+    assert subnets is not None and subnets["small"] == SubnetConfig(4, 3, 1, 2)
+    assert subnets["small"].given is fc  # what the person's own model gets to see
+
+
+@pytest.mark.parametrize("fc", [6, "fast", (8, 6, None, 2, 128, 1), object()])
+def test_what_is_no_sub_network_is_refused_by_name(fc: Any) -> None:
+    with pytest.raises(ValueError, match=r"subnets\['small'\]=.* must be a SubnetConfig, a mapping of its fields"):
+        TrainConfig(subnets={"small": fc})

@@ -15,7 +15,7 @@ from colabtrain.config import TrainConfig
 from colabtrain.elastic import objective
 from colabtrain.elastic.batches import MASKED, build
 from colabtrain.elastic.optimizer import Optimizer, rate_factor
-from colabtrain.elastic.step import accumulate
+from colabtrain.elastic.step import accumulate, split
 from colabtrain.mmjev.demo_data import help_desk
 from colabtrain.mmjev.model import MMJev
 from colabtrain.records.schema import Question, Record, Seg
@@ -130,10 +130,16 @@ def test_batch_matrices_match_the_per_question_logits() -> None:
         torch.testing.assert_close(target.sum(), torch.tensor(1.0))
 
 
+def add_gradient(model: MMJev, optimizer: Optimizer, config: TrainConfig, i: int, splits: int = 1) -> tuple[Any, int]:
+    records = mixed_records()
+    questions = sum(len(record.qs) for record in records)
+    return accumulate(model, optimizer, split(records, splits), questions, model.default_subnets(), config, i)
+
+
 def gradients(splits: int, dropout: float, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model, optimizer, config = prepared(dropout)
     model.to(dtype)
-    losses, tokens = accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, 5, splits)
+    losses, tokens = add_gradient(model, optimizer, config, 5, splits)
     found = {name: p.grad.clone() for name, p in model.trainable().items() if p.grad is not None}
     return found, {"losses": losses, "tokens": tokens}
 
@@ -163,7 +169,7 @@ def test_layer_checkpointing_changes_no_gradient(layers: Any) -> None:
     plain, _ = gradients(1, 0.3)
     model, optimizer, config = prepared(0.3)
     model.checkpoint_layers = frozenset(layers)
-    accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, 5)
+    add_gradient(model, optimizer, config, 5)
     assert relative_error({name: p.grad for name, p in model.trainable().items() if p.grad is not None}, plain) < 1e-6
 
 
@@ -180,7 +186,7 @@ def test_the_step_neither_reads_nor_moves_the_global_generator() -> None:
 def test_only_what_is_trained_gets_a_gradient_and_the_base_never_moves() -> None:
     model, optimizer, config = prepared()
     frozen = {name: p.clone() for name, p in model.lm.named_parameters() if "lora_" not in name}
-    accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, 0)
+    add_gradient(model, optimizer, config, 0)
     optimizer.step({"lora": 1e-2, "heads": 1e-2})
     for name, parameter in model.lm.named_parameters():
         if "lora_" not in name:
@@ -232,11 +238,11 @@ def test_fp16_uses_a_scaler_that_skips_an_overflow() -> None:
 def test_a_step_with_a_gradient_that_is_not_finite_is_not_taken(bad: float) -> None:
     model, optimizer, config = prepared()
     for i in range(2):
-        accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, i)
+        add_gradient(model, optimizer, config, i)
         _, skipped = optimizer.step({"lora": 1e-3, "heads": 1e-3})
         assert not skipped
     before = {name: tensor.clone() for name, tensor in (*model.trainable().items(), *optimizer.tensors().items())}
-    accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, 2)
+    add_gradient(model, optimizer, config, 2)
     gradient = model.trainable()["layers.3.mlp.up_proj.lora_A"].grad
     assert gradient is not None
     gradient[0, 0] = bad
@@ -250,14 +256,14 @@ def test_optimizer_state_round_trip_is_exact() -> None:
     model, optimizer, config = prepared(0.1)
     other, copy, _ = prepared(0.1)
     for i in range(3):
-        accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, i)
+        add_gradient(model, optimizer, config, i)
         optimizer.step({"lora": 1e-3, "heads": 1e-3})
     with torch.no_grad():
         for name, parameter in other.trainable().items():
             parameter.copy_(model.trainable()[name])
     copy.load({name: tensor.clone() for name, tensor in optimizer.tensors().items()}, optimizer.meta())
     for m, o in ((model, optimizer), (other, copy)):
-        accumulate(m, o, mixed_records(), m.default_subnets(), config, 3)
+        add_gradient(m, o, config, 3)
         o.step({"lora": 1e-3, "heads": 1e-3})
     assert all(torch.equal(p, other.trainable()[name]) for name, p in model.trainable().items())
 
@@ -265,7 +271,7 @@ def test_optimizer_state_round_trip_is_exact() -> None:
 @pytest.mark.parametrize("wrong", ["missing", "all of it missing", "extra", "shape"])
 def test_optimizer_load_is_strict(wrong: str) -> None:
     model, optimizer, config = prepared()
-    accumulate(model, optimizer, mixed_records(), model.default_subnets(), config, 0)
+    add_gradient(model, optimizer, config, 0)
     optimizer.step({"lora": 1e-3, "heads": 1e-3})
     tensors = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
     key = "heads.6.weight.exp_avg"

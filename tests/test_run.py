@@ -19,8 +19,9 @@ from toy_task import ToyTask
 import colabtrain
 from colabtrain.runtime import checkpoint, keeper
 from colabtrain.runtime.diary import Diary, Tail
+from colabtrain.runtime.lock import AlreadyRunning
 from colabtrain.runtime.recorder import Recorder
-from colabtrain.runtime.run import AlreadyRunning, Run, RunFailed
+from colabtrain.runtime.run import Run, RunFailed
 from colabtrain.task import StepReport
 
 pytestmark = pytest.mark.colab
@@ -178,7 +179,7 @@ def test_a_folder_has_one_live_run_and_is_free_after_it(tmp_path: Path) -> None:
     halt = Halt(1)
     run = start(ToyTask(5, halt), tmp_path)
     assert halt.reached.wait(SECONDS)
-    with pytest.raises(AlreadyRunning, match="stop it first"):
+    with pytest.raises(AlreadyRunning, match="stop it"):
         start(ToyTask(5), tmp_path)
     halt.go.set()
     assert run.wait(SECONDS) == "finished"
@@ -190,7 +191,7 @@ def test_a_task_or_model_has_one_live_run(tmp_path: Path) -> None:
     task = ToyTask(5, halt)
     run = start(task, tmp_path / "a")
     assert halt.reached.wait(SECONDS)
-    with pytest.raises(AlreadyRunning, match=r"the model is being trained by <colabtrain run .*a.: running, step 1 of 5>"):
+    with pytest.raises(AlreadyRunning, match=r"<colabtrain run .*a.: running, step 1 of 5> is alive and has this model"):
         start(task, tmp_path / "b")
     halt.go.set()
     assert run.wait(SECONDS) == "finished"
@@ -520,7 +521,7 @@ def test_more_steps_than_before_are_said(tmp_path: Path) -> None:
         ({"task": ToyTask(1), "data": []}, "task= is given together with"),
         ({"task": ToyTask(1), "batchsize": 3}, "did you mean batch_size"),
         ({"task": ToyTask(1), "batch_size": 3}, "batch_size=3 is given together with task="),
-        ({"jev": object(), "data": []}, "jev is a object without lm, encode_state"),
+        ({"jev": object(), "data": []}, "jev is a object without base, lm, heads"),
         ({"task": ToyTask(1), "steps": 3, "epochs": 1}, "contradict"),
         ({"task": ToyTask(1), "config": 3}, "config=3"),
     ],

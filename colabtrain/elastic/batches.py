@@ -142,7 +142,7 @@ def build(model: Any, records: Sequence[Record], subnets: Mapping[str, SubnetCon
         targets[row, : len(target)] = torch.tensor(target, dtype=torch.float32)
         read += n
     is_score = torch.tensor([kind == "score" for _, kind in questions])
-    device = first.ids.device
+    device = first.device
     return Batch(packed, index.to(device), targets.to(device), is_score.to(device), first.num_tokens)
 
 

@@ -35,10 +35,12 @@ def decision_parts(logits: Tensor, targets: Tensor, is_score: Tensor, with_rps: 
     return parts
 
 
-def distillation(logits: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher || student) of each question [Q]; teacher [Q, K] are logits and get no gradient."""
-    teacher_log_p = torch.log_softmax(teacher.detach(), dim=-1)
-    return (teacher_log_p.exp() * (teacher_log_p - torch.log_softmax(logits, dim=-1))).sum(-1)
+def distillation(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """T^2 KL(teacher || student) of each question [Q], both softened by T (Hinton et al. 2015, arXiv:1503.02531); teacher
+    [Q, K] are logits and get no gradient."""
+    teacher_log_p = torch.log_softmax(teacher.detach() / temperature, dim=-1)
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    return (teacher_log_p.exp() * (teacher_log_p - log_p)).sum(-1) * temperature**2
 
 
 def total(parts: Mapping[str, Tensor], config: TrainConfig) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from colabtrain.config import TrainConfig
 
 MAX_WARMUP_STEPS, WARMUP_SHARE = 50, 0.05
+STATE_FIELDS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's, by its own names
 
 
 def rate_factor(i: int, num_steps: int, warmup_steps: int | None) -> float:
@@ -34,10 +35,13 @@ class Optimizer:
         self.members = {group: params for group, params in members.items() if params}
         self.rates = {"lora": config.lr_lora, "heads": config.lr_heads}
         groups = [{"params": params, "lr": self.rates[group]} for group, params in self.members.items()]
-        device = next(iter(parameters.values())).device
+        self.device_type = next(iter(parameters.values())).device.type
         # fused: one kernel a group, which makes no temporary tensors and can skip itself without a host sync
         self.adamw = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
+        for parameter in self.parameters.values():  # AdamW would make it in the first step, where memory is short
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            self.adamw.state[parameter] = {"step": step, **{name: torch.zeros_like(parameter) for name in STATE_FIELDS[1:]}}
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=fp16)
 
     def rates_at(self, i: int, num_steps: int) -> dict[str, float]:
         factor = rate_factor(i, num_steps, self.config.warmup_steps)
@@ -47,22 +51,46 @@ class Optimizer:
         """Clip and update at `rates`, unless a gradient is not finite; clears the gradients.
 
         Returns the gradient norm of each group before the clip, and whether the update was skipped (0 or 1, a tensor).
+        If it raises, weights and state are as before; abandon() puts the rest in order.
         """
         for group, settings in zip(self.members, self.adamw.param_groups, strict=True):
             settings["lr"] = rates[group]
         self.scaler.unscale_(self.adamw)
         norms = self._clip()
         skipped = (~torch.isfinite(torch.stack(list(norms.values()))).all()).float()
-        if self.scaler.is_enabled():
-            self.scaler.step(self.adamw)
-        else:
-            # The same switch that GradScaler uses: the kernel leaves weights and state alone where it is 1.
-            self.adamw.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
-            self.adamw.step()
-            del self.adamw.found_inf  # pyright: ignore[reportAttributeAccessIssue]
-        self.scaler.update()
+        self._update(skipped)
         self.adamw.zero_grad(set_to_none=True)
         return norms, skipped
+
+    @torch.no_grad()
+    def _update(self, skipped: Tensor) -> None:
+        """All groups or none, and the scaler with them. The copy to fall back on is made where the activations were."""
+        states = (self.adamw.state[parameter] for parameter in self.parameters.values())
+        live: list[Tensor] = [*self.parameters.values(), *(state[name] for state in states for name in STATE_FIELDS)]
+        before = torch._foreach_mul(live, 1.0)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        # The switch that GradScaler.step() uses: the kernel leaves weights and state alone where it is 1.
+        self.adamw.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            self.adamw.step()
+            self.scaler.update()
+        except BaseException:
+            for tensor, value in zip(live, before, strict=True):
+                tensor.copy_(value)
+            raise
+        finally:
+            del self.adamw.found_inf  # pyright: ignore[reportAttributeAccessIssue]
+
+    def abandon(self) -> None:
+        """Forget a step that failed on the way: its gradients, and what the scaler noted of it."""
+        self.adamw.zero_grad(set_to_none=True)
+        if self.scaler.is_enabled():
+            state = self.scaler.state_dict()
+            self.scaler = torch.amp.GradScaler(self.device_type)
+            self.scaler.load_state_dict(state)
+
+    def scale(self) -> Tensor | None:
+        """The scaler's factor, as a tensor; None where none is used."""
+        return self.scaler.scale(torch.ones((), device=self.device_type)) if self.scaler.is_enabled() else None
 
     def _clip(self) -> dict[str, Tensor]:
         if self.config.clip == "joint":
@@ -71,35 +99,23 @@ class Optimizer:
         return {group: nn.utils.clip_grad_norm_(params, self.config.clip_norm) for group, params in self.members.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """AdamW's state by parameter name and field; a parameter that never had a gradient has none."""
-        return {
-            f"{name}.{field}": value
-            for name, parameter in self.parameters.items()
-            for field, value in self.adamw.state.get(parameter, {}).items()
-        }
+        """AdamW's state by parameter name and field."""
+        named = self.parameters.items()
+        return {f"{name}.{field}": value for name, parameter in named for field, value in self.adamw.state[parameter].items()}
 
     def meta(self) -> dict[str, Any]:
-        """The rest of the state, as JSON: the scaler, and which parameters have tensors."""
-        with_state = [name for name, parameter in self.parameters.items() if parameter in self.adamw.state]
-        return {"scaler": self.scaler.state_dict(), "with_state": with_state}
+        """The rest of the state, as JSON."""
+        return {"scaler": self.scaler.state_dict()}
 
     def load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Take over tensors() and meta() of an equal optimizer. Raises ValueError naming what is missing or does not fit."""
-        state: dict[str, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            name, _, field = key.rpartition(".")
-            parameter = self.parameters.get(name)
-            if parameter is None or (field != "step" and value.shape != parameter.shape):
-                raise ValueError(f"optimizer tensor {key!r} of shape {tuple(value.shape)} fits no parameter of this run")
-            state.setdefault(name, {})[field] = value
-        for name, fields in state.items():
-            if set(fields) != {"step", "exp_avg", "exp_avg_sq"}:
-                raise ValueError(f"optimizer state of {name!r} is incomplete: found only {sorted(fields)}")
-        if missing := sorted(set(meta["with_state"]) ^ set(state)):
-            raise ValueError(f"optimizer state is missing, or too much, for {missing[:8]}")
-        self.adamw.state.clear()
-        for name, fields in state.items():
-            parameter = self.parameters[name]
-            self.adamw.state[parameter] = {field: value.to(parameter.device, copy=True) for field, value in fields.items()}
+        mine = self.tensors()
+        if wrong := sorted(set(tensors) ^ set(mine)):
+            raise ValueError(f"optimizer tensors are missing, or too many: {wrong[:8]}")
+        for name, value in tensors.items():
+            if value.shape != mine[name].shape:
+                raise ValueError(f"optimizer tensor {name!r} has shape {list(value.shape)}, not {list(mine[name].shape)}")
+        for name, value in tensors.items():
+            mine[name].copy_(value)
         if meta["scaler"]:
             self.scaler.load_state_dict(dict(meta["scaler"]))

@@ -3,7 +3,7 @@ the same gradient as the batch at once; each sub-network's graph is freed before
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,49 +12,64 @@ from torch import Tensor
 
 from colabtrain.config import SubnetConfig, TrainConfig
 from colabtrain.elastic import objective
-from colabtrain.elastic.batches import build
+from colabtrain.elastic.batches import Batch, build
 from colabtrain.elastic.optimizer import Optimizer
 from colabtrain.records.schema import Record
 
 Losses = dict[str, dict[str, Tensor]]  # sub-network -> part (and "total") -> scalar mean over the questions
+Part = tuple[int, Sequence[Record]]  # slot of the first record in the logical batch, consecutive records
+
+
+def split(records: Sequence[Record], splits: int) -> list[Part]:
+    """`records` in at most `splits` parts of similar size."""
+    splits = min(splits, len(records))
+    bounds = [round(k * len(records) / splits) for k in range(splits + 1)]
+    return [(a, records[a:b]) for a, b in pairwise(bounds)]
 
 
 def accumulate(
     model: Any,
     optimizer: Optimizer,
-    records: Sequence[Record],
+    parts: Iterable[Part],
+    num_questions: int,
     subnets: Mapping[str, SubnetConfig],
     config: TrainConfig,
     i: int,
-    splits: int = 1,
 ) -> tuple[Losses, int]:
-    """Add the gradient of step i over `records` to the parameters. Returns (losses, tokens).
+    """Add the gradient of step i to the parameters, part by part. num_questions: of all parts. Returns (losses, tokens).
 
-    The first sub-network is the teacher of the others. splits: parts the records are processed in.
+    The first sub-network is the teacher of the others.
     """
-    num_questions = sum(len(record.qs) for record in records)
     dropout = (config.lora_dropout, config.seed, i) if config.lora_dropout else None
     losses, num_tokens = Losses(), 0
-    for start, part in _parts(records, splits):
-        batch = build(model, part, subnets, start)
+    for slot, records in parts:
+        batch = build(model, records, subnets, slot)
         num_tokens += batch.num_tokens
         teacher: Tensor | None = None
         for name, fc in subnets.items():
-            logits = objective.logit_matrix(model.scores(batch.packed[fc.n_latents], fc, dropout), batch.option_index)
-            parts = objective.decision_parts(logits, batch.targets, batch.is_score, with_rps=config.rps_weight > 0)
-            if teacher is None:
-                teacher = logits.detach()
-            else:
-                parts["kl"] = objective.distillation(logits, teacher)
-            parts["total"] = objective.total(parts, config)
-            means = {part_name: part_loss.sum() / num_questions for part_name, part_loss in parts.items()}
-            optimizer.scaler.scale(means["total"]).backward()
+            with model.width(fc):  # forward and backward: a layer that is recomputed must be as wide as it was
+                logits = _logits(model, batch, fc, dropout)
+                terms = objective.decision_parts(logits, batch.targets, batch.is_score, with_rps=config.rps_weight > 0)
+                if teacher is not None:
+                    terms["kl"] = objective.distillation(logits, teacher, config.kl_temperature)
+                terms["total"] = objective.total(terms, config)
+                means = {term: value.sum() / num_questions for term, value in terms.items()}
+                optimizer.scaler.scale(means["total"]).backward()
+                if teacher is None and config.teacher != "none":
+                    teacher = _teacher(model, batch, fc, logits.detach(), config)
             sums = losses.setdefault(name, {})
-            for part_name, mean in means.items():
-                sums[part_name] = sums.get(part_name, torch.zeros_like(mean)) + mean.detach()
+            for term, mean in means.items():
+                sums[term] = sums.get(term, torch.zeros_like(mean)) + mean.detach()
     return losses, num_tokens
 
 
-def _parts(records: Sequence[Record], splits: int) -> list[tuple[int, Sequence[Record]]]:
-    bounds = [round(k * len(records) / splits) for k in range(splits + 1)]
-    return [(a, records[a:b]) for a, b in pairwise(bounds) if b > a]
+def _logits(model: Any, batch: Batch, fc: SubnetConfig, dropout: tuple[float, int, int] | None) -> Tensor:
+    return objective.logit_matrix(model.scores(batch.packed[fc.n_latents], fc, dropout), batch.option_index)
+
+
+def _teacher(model: Any, batch: Batch, fc: SubnetConfig, trained: Tensor, config: TrainConfig) -> Tensor:
+    """What the others learn from: the logits of the same pass, or without dropout."""
+    if config.teacher == "train" or not config.lora_dropout:
+        return trained
+    with torch.no_grad():
+        return _logits(model, batch, fc, None)

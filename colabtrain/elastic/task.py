@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from colabtrain.config import HEADS_LR, LORA_LR, RunConfig, SubnetConfig, TrainConfig
+from colabtrain.config import HEADS_LR, LORA_LR, RunConfig, SubnetConfig, TrainConfig, settings
+from colabtrain.device import is_dead
 from colabtrain.elastic import evaluate
-from colabtrain.elastic.batches import Schedule, capped, plan_record, planned_length
+from colabtrain.elastic.batches import Schedule, capped, estimated_length, plan_record, planned_length
+from colabtrain.elastic.diagnose import first_bad_module
 from colabtrain.elastic.optimizer import Optimizer
-from colabtrain.elastic.step import accumulate
+from colabtrain.elastic.own_model import OwnPlan
+from colabtrain.elastic.step import Part, accumulate, split
 from colabtrain.records.caps import cap_record
 from colabtrain.records.schema import Record, content_digest
 from colabtrain.records.selection import Selection
@@ -36,6 +40,10 @@ class ElasticTask:
         self.records = selection.train
         self._baselines: dict[str, Any] | None = None
         self._held_out = selection.held_out[: run.max_eval_records]
+        self._aside: set[tuple[int, int]] = set()  # (step, slot) of records that do not fit
+        self._current: Part | None = None
+        self._adapters_checked = False
+        self._identity: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raise ValueError naming the first sub-network the model cannot run, or record it cannot read.
@@ -60,37 +68,92 @@ class ElasticTask:
         self.model.configure(self.subnets, config.lora_r, config.lora_alpha)
         self.model.reset_trainable(config.seed)
         self.model.train()
-        parameters = self.model.trainable()
-        fp16 = next(self.model.lm.parameters()).dtype is torch.float16
-        self.optimizer = Optimizer(parameters, config, fp16)
-        self.optimizer.adamw.zero_grad(set_to_none=True)  # an earlier run may have failed between backward and update
+        self.optimizer = Optimizer(self.model.trainable(), config, fp16=self.model.matmul_dtype is torch.float16)
         lengths = [self._length(record) for record in self.records]
         self.schedule = Schedule(lengths, config.batch_size, config.token_budget, config.seed)
-        self._fingerprint = self._make_fingerprint()
+        shapes = {name: list(parameter.shape) for name, parameter in self.model.trainable().items()}
+        self._trainable_digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]
 
     def _length(self, record: Record) -> int:
         record = cap_record(record, self.config.max_state_chars)
-        return planned_length(plan_record(self.model, record, self.subnets), record.qs, self.config.max_options)
+        plan = plan_record(self.model, record, self.subnets)
+        if isinstance(plan, OwnPlan):
+            return plan.num_tokens or estimated_length(record)
+        return planned_length(plan, record.qs, self.config.max_options)
+
+    # A step
 
     def step(self, i: int, splits: int = 1) -> StepReport:
+        try:
+            return self._step(i, splits)
+        except BaseException as error:
+            if not is_dead(error):
+                self.optimizer.abandon()
+            raise
+
+    def _step(self, i: int, splits: int) -> StepReport:
         self.model.train()  # a cell may have called eval()
-        epoch, indices = self.schedule.locate(i)
-        records = [capped(self.records[index], self.config, epoch) for index in indices]
-        losses, num_tokens = accumulate(self.model, self.optimizer, records, self.subnets, self.config, i, splits)
+        self.optimizer.adamw.zero_grad(set_to_none=True)  # a cell may have called backward()
         rates = self.optimizer.rates_at(i, self.num_steps)
+        epoch, indices = self.schedule.locate(i)
+        parts = [part for part in split(self._records(epoch, indices), splits) if (i, part[0]) not in self._aside]
+        if not parts:
+            return StepReport(loss={}, lr=rates, epoch=epoch)
+        records = [record for _, members in parts for record in members]
+        num_questions = sum(len(record.qs) for record in records)
+        losses, num_tokens = accumulate(self.model, self.optimizer, self._in_turn(parts), num_questions, self.subnets, self.config, i)
+        self._check_adapters()
+        scale = self.optimizer.scale()
         norms, skipped = self.optimizer.step(rates)
-        scaler = self.optimizer.scaler
         return StepReport(
             loss={name: parts["total"] for name, parts in losses.items()},
             parts={name: {part: v for part, v in parts.items() if part != "total"} for name, parts in losses.items()},
             lr=rates,
             grad_norm=norms,
             epoch=epoch,
-            tokens=num_tokens,
-            questions=sum(len(record.qs) for record in records),
-            scale=scaler.get_scale() if scaler.is_enabled() else None,
+            tokens=num_tokens or sum(self.schedule.lengths[index] for index in indices),
+            questions=num_questions,
+            scale=scale,
             skipped=skipped,
         )
+
+    def _records(self, epoch: int, indices: Sequence[int]) -> list[Record]:
+        return [capped(self.records[index], self.config, epoch) for index in indices]
+
+    def _in_turn(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """`parts`, noting which one is worked on: where memory ran out."""
+        for self._current in parts:
+            yield self._current
+        self._current = None
+
+    def _check_adapters(self) -> None:
+        if self._adapters_checked:
+            return
+        gradients = [parameter.grad is not None for name, parameter in self.model.trainable().items() if "lora_" in name]
+        if gradients and not any(gradients):
+            raise ValueError(
+                f"no adapter of {self.model.name} got a gradient: its forward does not call the modules that hold them; give lora_r=0"
+            )
+        self._adapters_checked = True
+
+    def contents(self, i: int) -> list[dict[str, Any]]:
+        _, indices = self.schedule.locate(i)
+        records = ((self.records[index], self.schedule.lengths[index]) for index in indices)
+        return [{"id": record.id, "task": record.task, "tokens": tokens} for record, tokens in records]
+
+    def set_aside(self, i: int) -> dict[str, Any] | None:
+        """Only for this step: what does not fit on this machine today is no state, and is tried again in the next epoch."""
+        if self._current is None:
+            return None
+        slot, self._current = self._current[0], None
+        self._aside = {key for key in self._aside if key[0] == i} | {(i, slot)}
+        return self.contents(i)[slot]
+
+    def first_bad_module(self, i: int) -> str:
+        epoch, indices = self.schedule.locate(i)
+        return first_bad_module(self.model, self._records(epoch, indices), self.subnets, self.config, i)
+
+    # What is saved
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         trainable = {name: parameter.detach() for name, parameter in self.model.trainable().items()}
@@ -108,21 +171,29 @@ class ElasticTask:
             parameter.copy_(saved[name])
 
     def fingerprint(self) -> dict[str, Any]:
-        return self._fingerprint
+        return {**self.identity(), "trainable": self._trainable_digest}
 
-    def _make_fingerprint(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """What is learned from what; known before prepare()."""
+        if self._identity is None:
+            self._identity = self._make_identity()
+        return self._identity
+
+    def _make_identity(self) -> dict[str, Any]:
         data = hashlib.sha256()
         for record in self.records:
             data.update(f"{record.id}/{content_digest(record.state, record.qs, record.targets)}\n".encode())
-        config = dataclasses.asdict(self.config)
-        config["subnets"] = {name: dataclasses.asdict(fc) for name, fc in self.subnets.items()}
-        shapes = {name: list(parameter.shape) for name, parameter in self.model.trainable().items()}
+        config = settings(dataclasses.replace(self.config, subnets=self.subnets))
         return {
             **{f"model.{name}": value for name, value in self.model.fingerprint().items()},
-            "trainable": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12],
             "data": f"{len(self.records)} records, sha256 {data.hexdigest()[:12]}",
             **{f"config.{name}": value for name, value in config.items()},
         }
+
+    # Between steps
+
+    def borrow(self) -> AbstractContextManager[Any]:
+        return self.model.lent()
 
     def evaluate(self) -> dict[str, Any]:
         if not self._held_out:

@@ -75,6 +75,9 @@ class LoRALinear(nn.Module):
         columns = scramble(scramble(channel + 1) + _signed(zlib.crc32(name.encode())))
         self.register_buffer("columns", columns | 1, persistent=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return elastic_linear(self, x)
+
     def reset(self, generator: torch.Generator) -> None:
         a = torch.randn(self.lora_A.shape, generator=generator) / math.sqrt(self.lora_A.shape[1])
         with torch.no_grad():
@@ -106,20 +109,20 @@ def _bias(base: nn.Linear, rows: int | None) -> Tensor | None:
     return None if bias is None else bias[:rows]
 
 
-def add_lora(lm: nn.Module, r: int, alpha: float, mlp_from: int) -> dict[str, LoRALinear]:
+def add_lora(lm: Any, r: int, alpha: float, mlp_from: int) -> dict[str, LoRALinear]:
     """Wrap q / k / v / o of every decoder layer (k, v where the layer has them) and the feed-forward from layer
-    `mlp_from` on, anew where another shape is there. Returns the adapters by full module name."""
+    `mlp_from` on, anew where another shape is there; r = 0 takes all away. Returns the adapters by full module name."""
     adapters: dict[str, LoRALinear] = {}
-    layers = lm.get_submodule("layers")
-    for index, layer in enumerate(layers.children()):
+    for index, layer in enumerate(lm.layers):
         for parent, targets in (("self_attn", ATTENTION_TARGETS), ("mlp", MLP_TARGETS if index >= mlp_from else ())):
-            owner = layer.get_submodule(parent)
+            owner = getattr(layer, parent, None)
             for target in targets:
                 module = getattr(owner, target, None)
                 name = f"layers.{index}.{parent}.{target}"
-                if isinstance(module, LoRALinear) and (len(module.lora_A), module.scaling) != (r, alpha / r):
+                if isinstance(module, LoRALinear) and (r == 0 or (len(module.lora_A), module.scaling) != (r, alpha / r)):
                     module = module.base_layer
-                if isinstance(module, nn.Linear):
+                    setattr(owner, target, module)
+                if isinstance(module, nn.Linear) and r > 0:
                     module = LoRALinear(module, name, r, alpha)
                     setattr(owner, target, module)
                 if isinstance(module, LoRALinear):

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from colabtrain.mmjev import backbone, tiny
 from colabtrain.mmjev.lora import Dropout, LoRALinear, add_lora
 from colabtrain.mmjev.packing import Packed, Piece, Plan, pack
 from colabtrain.records.schema import Question, Seg, as_text
+from colabtrain.task import inference
 
 LATENT_WORD = " summary"
 NUM_LATENTS = 8
@@ -93,6 +95,12 @@ class MMJev(nn.Module):
     def device(self) -> torch.device:
         return next(self.lm.parameters()).device
 
+    @property
+    def matmul_dtype(self) -> torch.dtype:
+        """Of the projections; a GradScaler is needed where it is fp16."""
+        projection = self.lm.layers[0].self_attn.q_proj
+        return (projection.base_layer if isinstance(projection, LoRALinear) else projection).weight.dtype
+
     def default_subnets(self) -> dict[str, SubnetConfig]:
         config = self.lm.config
         return default_subnets(config.num_hidden_layers, max(config.intermediate_size))
@@ -102,6 +110,14 @@ class MMJev(nn.Module):
         super().train(mode)
         self.base.eval()
         return self
+
+    def lent(self) -> AbstractContextManager[Any]:
+        """For use between two steps: in eval mode, every part's mode put back afterwards."""
+        return inference(self)
+
+    def width(self, fc: SubnetConfig) -> AbstractContextManager[None]:
+        """Nothing to hold: the feed-forward's width is an argument here."""
+        return nullcontext()
 
     # What is trained
 
@@ -135,17 +151,8 @@ class MMJev(nn.Module):
             parameter.requires_grad_(True)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the trained parts are only good with: the base (config, precision, a sample of its weights) and the wording."""
-        config = {name: value for name, value in self.lm.config.to_dict().items() if name != "transformers_version"}
-        sample = self.lm.embed_tokens.weight[:SAMPLE_ROWS].float().cpu().contiguous()
-        return {
-            "name": self.name,
-            "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12],
-            "dtype": str(self.lm.embed_tokens.weight.dtype),
-            "weights": hashlib.sha256(bytes(sample.flatten().view(torch.uint8).tolist())).hexdigest()[:12],
-            "prompt": dataclasses.asdict(self.prompt),
-            "start_ids": self.start_ids,
-        }
+        """What the trained parts are only good with: the base and the wording."""
+        return {"name": self.name, **base_fingerprint(self.lm), "prompt": dataclasses.asdict(self.prompt), "start_ids": self.start_ids}
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by its full name: LoRA, then heads, then latents."""
@@ -246,6 +253,19 @@ class MMJev(nn.Module):
             latents = self.latents.index_select(0, packed.latent_slots)
             embeds = embeds.index_copy(0, packed.latent_at, latents.to(embeds.dtype))
         return embeds
+
+
+def base_fingerprint(lm: Any) -> dict[str, Any]:
+    """Config, precision and a sample of the weights of a language model, hashed."""
+    config: dict[str, Any] = lm.config.to_dict() if hasattr(lm, "config") else {}  # a person's own may have none
+    config = {name: value for name, value in config.items() if name != "transformers_version"}
+    weight = lm.embed_tokens.weight
+    sample = weight[:SAMPLE_ROWS].float().cpu().contiguous()
+    return {
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12],
+        "dtype": str(weight.dtype),
+        "weights": hashlib.sha256(bytes(sample.flatten().view(torch.uint8).tolist())).hexdigest()[:12],
+    }
 
 
 def _proposed_answers(question: Question) -> list[str]:

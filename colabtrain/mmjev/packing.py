@@ -146,6 +146,10 @@ class Packed:
     def num_tokens(self) -> int:
         return int(self.ids.shape[0])
 
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
     def to(self, device: torch.device) -> Packed:
         names = ("ids", "soft", "soft_at", "latent_slots", "latent_at", "kept")
         tensors = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,29 @@ from colabtrain.runtime.diary import DIARY_FILE, Diary
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.task import Task
 
+Hook = Callable[[Path, int], object]
 LAST_SAVE_TRIES, RETRY_SECONDS = 3, 1.0
 
 
 class Keeper:
     """Saves and restores one run's checkpoints."""
 
-    def __init__(self, task: Task, diary: Diary, folder: Path, config: RunConfig) -> None:
-        self.task, self.diary, self.config = task, diary, config
+    def __init__(self, task: Task, diary: Diary, folder: Path, config: RunConfig, hook: Hook | None = None) -> None:
+        """hook(path, step) is called after each save."""
+        self._task: Task | None = task
+        self.diary, self.config, self._hook = diary, config, hook
         self.folder = folder / "checkpoints"
         self.saved_step = 0  # of the newest good checkpoint; 0: none
         self._tried_at, self._wait = time.monotonic(), config.first_checkpoint_seconds
+
+    @property
+    def task(self) -> Task:
+        assert self._task is not None
+        return self._task
+
+    def free(self) -> None:
+        """Let go of the task and the hook."""
+        self._task = self._hook = None
 
     def due(self, step: int) -> bool:
         return step % self.config.checkpoint_every == 0 or time.monotonic() - self._tried_at >= self._wait
@@ -56,7 +69,17 @@ class Keeper:
         self.saved_step = step
         seconds = time.perf_counter() - started
         self.diary.write("checkpoint_saved", f"saved step {step:,} in {seconds:.2f} s", step=step, path=str(path), seconds=seconds)
+        self._call_hook(path, step)
         return True
+
+    def _call_hook(self, path: Path, step: int) -> None:
+        if self._hook is None:
+            return
+        try:
+            self._hook(path, step)
+        except Exception as error:
+            text = f"on_checkpoint failed at step {step:,}: {type(error).__name__}: {error}; training goes on"
+            self.diary.write("hook_failed", text, step=step, traceback=traceback.format_exc())
 
     def save_last(self, step: int, recorder: Recorder) -> None:
         """Save before the run ends. Raises RuntimeError if that fails three times: nobody may believe it is safe."""
@@ -69,6 +92,13 @@ class Keeper:
             f"step {step:,} could not be saved; the newest checkpoint is of step {self.saved_step:,}. "
             f"Make room in {str(self.folder)!r} and start the run again"
         )
+
+    def save_after_failure(self, step: int, recorder: Recorder) -> None:
+        """Save what the steps before the failed one reached. Whatever goes wrong here must not hide the failure."""
+        try:
+            self.save(step, recorder)
+        except Exception as error:
+            self.diary.log(f"after the failure step {step:,} could not be saved: {type(error).__name__}: {error}")
 
     def _state(self, meta: Mapping[str, Any], recorder: Recorder) -> dict[str, Any]:
         return {
@@ -108,9 +138,9 @@ class Keeper:
     def _check(self, found: Checkpoint) -> None:
         saved = found.state["fingerprint"]
         mine = json.loads(json.dumps(self.task.fingerprint()))  # what it would be after a round trip: tuples are lists there
-        if differences := _differences(saved, mine):
+        if different := differences(saved, mine):
             raise ValueError(
-                f"checkpoint {found.path} belongs to another experiment ({differences}); "
+                f"checkpoint {found.path} belongs to another experiment ({different}); "
                 "use the same data and settings, or give another run folder"
             )
 
@@ -126,13 +156,14 @@ class Keeper:
         self.diary.write("resumed", f"resumed from step {found.step:,} of checkpoint {found.path}", step=found.step)
         if (before := found.state["num_steps"]) != recorder.num_steps:
             self.diary.log(f"the run has {recorder.num_steps:,} steps now, {before:,} before: learning rates follow the new number")
-        if changes := _differences(found.state["machine"], machine()):
+        if changes := differences(found.state["machine"], machine()):
             self.diary.log(f"another machine than the checkpoint's ({changes}): numbers may differ in their last bits from here on")
 
 
-def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], whose: str = "checkpoint") -> str:
+    """Where two flat mappings differ, for people; empty if they are equal."""
     names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
-    return "; ".join(f"{name}: checkpoint {saved.get(name)!r}, now {mine.get(name)!r}" for name in names)
+    return "; ".join(f"{name}: {whose} {saved.get(name)!r}, now {mine.get(name)!r}" for name in names)
 
 
 def adopt_diary(folder: Path) -> None:

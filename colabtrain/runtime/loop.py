@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from colabtrain.config import RunConfig
-from colabtrain.runtime.diary import Diary
+from colabtrain.device import is_dead, release_memory
+from colabtrain.runtime.diary import Diary, duration
 from colabtrain.runtime.keeper import Keeper
 from colabtrain.runtime.recorder import Recorder
-from colabtrain.task import Describes, Evaluates, Task
+from colabtrain.runtime.retry import Retry
+from colabtrain.task import Describes, Diagnoses, Ends, Evaluates, Task
 
 
 class Gate(Protocol):
     """What the loop asks at each step boundary, and tells on the way."""
 
-    def passed(self, step: int, before_holding: Callable[[], None]) -> bool:
-        """Wait while paused; False when the run is to stop."""
+    def passed(self, step: int, save: Callable[[], object]) -> bool:
+        """Wait while the run is held up; False when it is to stop. save() makes a checkpoint."""
         ...
 
     def reached(self, step: int, num_steps: int) -> None:
@@ -28,6 +32,7 @@ class Gate(Protocol):
 
 def train(task: Task, diary: Diary, keeper: Keeper, config: RunConfig, gate: Gate, resume: bool) -> bool:
     """Train to the end or to a stop. True when all steps are done."""
+    started = time.monotonic()
     task.prepare()
     if isinstance(task, Describes):
         for line in task.describe():
@@ -37,23 +42,57 @@ def train(task: Task, diary: Diary, keeper: Keeper, config: RunConfig, gate: Gat
     gate.reached(step, task.num_steps)
     if step >= task.num_steps:
         diary.log(f"nothing to train: step {step:,} is reached and the run has {task.num_steps:,}; ask for more steps or epochs to go on")
-    while step < task.num_steps:
-        if not gate.passed(step, recorder.flush):
-            keeper.save_last(step, recorder)
-            return False
-        started = time.perf_counter()
-        report = task.step(step)
-        step += 1
-        recorder.add(step, report, time.perf_counter() - started)
-        gate.reached(step, task.num_steps)
-        if keeper.due(step):
-            keeper.save(step, recorder)
-        if config.eval_every and step % config.eval_every == 0 and step < task.num_steps:
-            evaluate(task, diary, recorder, step)
-        time.sleep(0)  # let the kernel's other threads have the interpreter
-    keeper.save_last(step, recorder)
-    evaluate(task, diary, recorder, step)
+    reached = steps(task, keeper, recorder, config, gate, step)
+    keeper.save_last(reached, recorder)
+    if reached < task.num_steps:
+        return False
+    evaluate(task, diary, recorder, reached)
+    end(task, diary, keeper.folder.parent)
+    diary.log(f"done in {duration(time.monotonic() - started)}")
     return True
+
+
+def steps(task: Task, keeper: Keeper, recorder: Recorder, config: RunConfig, gate: Gate, step: int) -> int:
+    """Train from `step` on; the step reached at the end or at a stop."""
+    retry = Retry(task, recorder)
+    try:
+        while step < task.num_steps and gate.passed(step, functools.partial(keeper.save, step, recorder)):
+            started = time.perf_counter()
+            report = retry.step(step)
+            step += 1
+            recorder.add(step, report, time.perf_counter() - started)
+            gate.reached(step, task.num_steps)
+            if keeper.due(step):
+                keeper.save(step, recorder)
+            if config.eval_every and step % config.eval_every == 0 and step < task.num_steps:
+                evaluate(task, recorder.diary, recorder, step)
+            time.sleep(0)  # let the kernel's other threads have the interpreter
+    except BaseException as error:
+        if not is_dead(error):  # then nothing on the device may be touched
+            keeper.save_after_failure(step, recorder)
+        if isinstance(error, FloatingPointError) and isinstance(task, Diagnoses):
+            raise FloatingPointError(f"{error}; {diagnosis(task, step - 1)}") from None
+        raise
+    return step
+
+
+def diagnosis(task: Diagnoses, i: int) -> str:
+    try:
+        return task.first_bad_module(i)
+    except Exception as error:
+        return f"the module could not be found: {type(error).__name__}: {error}"
+
+
+def end(task: Task, diary: Diary, folder: Path) -> None:
+    """Let the task put in order what it leaves behind. What fails here is said; the training is done and saved."""
+    if not isinstance(task, Ends):
+        return
+    try:
+        for event, text, fields in task.ending(folder):
+            diary.write(event, text, **fields)
+    except Exception as error:
+        text = f"after the last step something failed: {type(error).__name__}: {error}; the training itself is done and saved"
+        diary.write("ending_failed", text, traceback=traceback.format_exc())
 
 
 def evaluate(task: Task, diary: Diary, recorder: Recorder, step: int) -> None:
@@ -69,3 +108,6 @@ def evaluate(task: Task, diary: Diary, recorder: Recorder, step: int) -> None:
     except Exception as error:
         text = f"the evaluation at step {step:,} failed: {type(error).__name__}: {error}; training goes on"
         diary.write("evaluation_failed", text, step=step, traceback=traceback.format_exc())
+    else:
+        return
+    release_memory()

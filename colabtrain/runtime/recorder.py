@@ -27,10 +27,16 @@ class Recorder:
 
     def __init__(self, diary: Diary, log_every: int, num_steps: int) -> None:
         self.diary, self.log_every, self.num_steps = diary, log_every, num_steps
-        self.totals: dict[str, Any] = {"ema": {}, "averaged_steps": {}, "seconds": 0.0, "tokens": 0, "questions": 0, "skipped": 0}
+        self.totals: dict[str, Any] = {"ema": {}, "averaged_steps": {}, "seconds": 0.0, "tokens": 0, "questions": 0}
+        self.totals |= {"skipped": 0, "out_of_memory": 0, "set_aside": 0}
         self.seconds_per_step: float | None = None
         self._pending: list[tuple[int, StepReport, float]] = []
         self._first, self._skipped_in_a_row = True, 0
+
+    def count(self, name: str) -> None:
+        """Count what happened beside the steps: out_of_memory, set_aside. Steps before it are written before it."""
+        self.flush()
+        self.totals[name] += 1
 
     def add(self, step: int, report: StepReport, seconds: float) -> None:
         """Take the report of update `step` (1-based), which took the host `seconds`.
@@ -101,8 +107,9 @@ class Recorder:
         pace = self.seconds_per_step or 0.0
         peak = memory.get("gpu_peak", memory.get("ram_peak", 0)) / 2**30
         left = duration((self.num_steps - step) * pace)
-        skipped = f", {self.totals['skipped']:,} steps skipped" if self.totals["skipped"] else ""
-        return f"step {step:,}/{self.num_steps:,}: loss {losses} (EMA), {pace:.3f} s/step, {left} left, peak {peak:.1f} GiB{skipped}"
+        counts = {"steps skipped": "skipped", "times out of memory": "out_of_memory", "items set aside": "set_aside"}
+        told = "".join(f", {self.totals[name]:,} {what}" for what, name in counts.items() if self.totals[name])
+        return f"step {step:,}/{self.num_steps:,}: loss {losses} (EMA), {pace:.3f} s/step, {left} left, peak {peak:.1f} GiB{told}"
 
     def _skip_line(self, step: int) -> str:
         return f"step {step:,}/{self.num_steps:,} skipped: its loss or gradient is not finite; the weights stay as they were"

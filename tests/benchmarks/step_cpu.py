@@ -208,7 +208,8 @@ def plain_gradients(task: ElasticTask, records: Sequence[Record], i: int) -> dic
 
 
 def our_gradients(task: ElasticTask, records: Sequence[Record], i: int) -> dict[str, Tensor]:
-    losses, _ = accumulate(task.model, task.optimizer, records, task.subnets, task.config, i)
+    num_questions = sum(len(record.qs) for record in records)
+    losses, _ = accumulate(task.model, task.optimizer, [(0, records)], num_questions, task.subnets, task.config, i)
     return {name: parts["total"] for name, parts in losses.items()}
 
 

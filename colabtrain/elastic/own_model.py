@@ -1,0 +1,189 @@
+"""OwnModel: a person's own decision model behind the interface that the trainer uses.
+
+It needs MEMBERS. Its forward is its own, so what is ours stays outside
+it: LoRA sits on the attention projections alone (how it slices its feed-forward cannot be known), without dropout. A
+model that has its feed-forward width as a state (`set_ffn_width`) is driven under a lock: forward and backward of one
+sub-network, then full width again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colabtrain.config import SubnetConfig, default_subnets
+from colabtrain.mmjev.lora import LoRALinear, add_lora
+from colabtrain.mmjev.model import base_fingerprint
+from colabtrain.records.schema import Question, Seg, option_names
+from colabtrain.task import inference
+
+MEMBERS = ("base", "lm", "heads", "latents", "yes_id", "no_id", "encode_state", "plan", "pack", "run", "train", "eval")
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """A plan of the model's own. num_options: of each question; num_tokens: 0 where the plan does not say."""
+
+    plan: Any
+    num_options: list[int]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class OwnPacked:
+    """Packed plans of the model's own. segments: (number of logits, False) of each question of each record."""
+
+    packed: Any
+    segments: list[list[tuple[int, bool]]]
+    num_tokens: int
+    device: torch.device
+
+
+class OwnModel:
+    """The trainer's view of `jev`. Raises ValueError for a model without the members, naming them."""
+
+    def __init__(self, jev: Any) -> None:
+        if absent := [name for name in MEMBERS if not hasattr(jev, name)]:
+            raise ValueError(f"jev is a {type(jev).__name__} without {', '.join(absent)}; give a model such as MMJev.tiny()")
+        self.jev, self.lm, self.heads = jev, jev.lm, jev.heads
+        self.name = str(getattr(jev, "name", type(jev).__name__))
+        self.rates: Mapping[str, float] = getattr(jev, "rates", {})
+        self._width_lock = threading.RLock()
+        self._adapters: dict[str, LoRALinear] = {}
+        self._start: dict[str, Tensor] = _first_seen(jev)
+
+    @property
+    def full_width(self) -> int | None:
+        widths = getattr(getattr(self.lm, "config", None), "intermediate_size", None)
+        return max(widths) if isinstance(widths, Sequence) else widths
+
+    @property
+    def device(self) -> torch.device:
+        return self.jev.latents.device
+
+    @property
+    def matmul_dtype(self) -> torch.dtype:
+        return next(self.jev.base.parameters()).dtype
+
+    def default_subnets(self) -> dict[str, SubnetConfig]:
+        return default_subnets(len(self.lm.layers), self.full_width)
+
+    def validate(self, subnets: Mapping[str, SubnetConfig]) -> None:
+        limits = {"exit_layer": len(self.lm.layers), "ffn_width": self.full_width}
+        for name, fc in subnets.items():
+            for field, most in limits.items():
+                if most is not None and (getattr(fc, field) or 0) > most:
+                    raise ValueError(f"sub-network {name!r}: {field}={getattr(fc, field)}, but the model has {most}; give at most that")
+        latents = self.jev.latents.detach()
+        if latents.numel() and not bool(latents.abs().amax(dim=-1).gt(0).all()):
+            raise ValueError(
+                "latents have a row of exact zeros, whose gradient in a norm is not a number; start them near a mean embedding"
+            )
+
+    # What is trained
+
+    def configure(self, subnets: Mapping[str, SubnetConfig], lora_r: int | None = None, lora_alpha: float = 32.0) -> None:
+        """Freeze the base; add adapters to the attention, unless the model has some of its own."""
+        self.validate(subnets)
+        ours = {id(p) for module in self.jev.base.modules() if isinstance(module, LoRALinear) for p in module.parameters()}
+        own = any("lora_" in name and id(p) not in ours for name, p in self.jev.base.named_parameters())
+        if lora_r is not None and not own:
+            self._adapters = add_lora(self.lm, lora_r, lora_alpha, mlp_from=len(self.lm.layers))
+        self.jev.base.requires_grad_(False)
+        for parameter in self.trainable().values():
+            parameter.requires_grad_(True)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        named = dict(self.lm.named_parameters())
+        named |= {f"base.{name}": p for name, p in self.jev.base.named_parameters() if all(p is not q for q in named.values())}
+        adapters = {name: parameter for name, parameter in named.items() if "lora_" in name}
+        heads = {f"heads.{name}": parameter for name, parameter in self.heads.named_parameters()}
+        return {**adapters, **heads, "latents": self.jev.latents}
+
+    @torch.no_grad()
+    def reset_trainable(self, seed: int) -> None:
+        """Its own reset_trainable(seed) if it has one; else everything as it was when it was first seen, LoRA from `seed`."""
+        if hasattr(self.jev, "reset_trainable"):
+            self.jev.reset_trainable(seed)
+        else:
+            parameters = self.trainable()
+            for name, value in self._start.items():
+                parameters[name].copy_(value)
+        generator = torch.Generator().manual_seed(seed)
+        for adapter in self._adapters.values():
+            adapter.reset(generator)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"name": self.name, **base_fingerprint(self.lm)}
+
+    def train(self) -> None:
+        self.jev.train()
+        self.jev.base.eval()
+
+    def eval(self) -> None:
+        self.jev.eval()
+
+    @contextlib.contextmanager
+    def lent(self) -> Generator[Any]:
+        with self._width_lock, inference(self.jev.base), inference(self.heads):
+            yield self.jev
+
+    @contextlib.contextmanager
+    def width(self, fc: SubnetConfig) -> Generator[None]:
+        """The feed-forward as wide as `fc` says, for a model that has this as a state; full again afterwards."""
+        if not hasattr(self.jev, "set_ffn_width"):
+            yield
+            return
+        with self._width_lock:
+            self.jev.set_ffn_width(fc.ffn_width or self.full_width)
+            try:
+                yield
+            finally:
+                self.jev.set_ffn_width(self.full_width)
+
+    # From a record to logits
+
+    def encode_state(self, state: Sequence[Seg], fc: SubnetConfig) -> Any:
+        return self.jev.encode_state(state, fc.given or fc)
+
+    def plan(self, encoded: Any, questions: Sequence[Question], fc: SubnetConfig) -> OwnPlan:
+        plan = self.jev.plan(encoded, questions, fc.given or fc)
+        return OwnPlan(plan, [len(option_names(question)) for question in questions], _num_tokens(plan))
+
+    def pack(self, plans: Sequence[OwnPlan], first_slot: int = 0) -> OwnPacked:
+        packed = self.jev.pack([plan.plan for plan in plans])
+        segments = [[(n, False) for n in plan.num_options] for plan in plans]
+        return OwnPacked(packed, segments, sum(plan.num_tokens for plan in plans), self.device)
+
+    def scores(self, packed: OwnPacked, fc: SubnetConfig, dropout: tuple[float, int, int] | None = None) -> Tensor:
+        """All logits one after another. Raises ValueError where run() gives another shape than the contract's."""
+        rows = [row for record in self.jev.run(packed.packed, fc.given or fc) for row in record]
+        found = [tuple(row.shape) for row in rows]
+        wanted = [(n,) for record in packed.segments for n, _ in record]
+        if found != wanted:
+            raise ValueError(f"{self.name}.run() gave logits of shapes {found[:8]}, not {wanted[:8]}: 1-D, one per option, a list a record")
+        return torch.cat(rows)
+
+
+def _first_seen(jev: Any) -> dict[str, Tensor]:
+    """Heads, latents and adapters of its own as they were when the model was first trained here."""
+    known: dict[str, Tensor] | None = getattr(jev, "_colabtrain_start", None)
+    if known is None:
+        tensors = {f"heads.{name}": p for name, p in jev.heads.named_parameters()} | {"latents": jev.latents}
+        tensors |= {name: p for name, p in jev.lm.named_parameters() if "lora_" in name}
+        known = jev._colabtrain_start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return known
+
+
+def _num_tokens(plan: Any) -> int:
+    for name in ("num_tokens", "length"):
+        if isinstance(value := getattr(plan, name, None), int):
+            return value
+    ids = plan.get("ids") if isinstance(plan, Mapping) else getattr(plan, "ids", None)
+    return len(ids) if isinstance(ids, Sized) else 0

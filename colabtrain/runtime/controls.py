@@ -1,0 +1,154 @@
+"""Controls: what other threads ask of the worker, and the gate where it answers, between two steps.
+
+Asking is idempotent and may come from any thread; it takes effect at the next step boundary. A file named STOP or PAUSE
+in the run folder does the same when the kernel is too busy to run a cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+FILES = ("STOP", "PAUSE")
+POLL_SECONDS = 0.2  # how soon a paused run sees that a file came or went, and a waiting cell its interrupt
+
+
+class Controls:
+    """Requests to one worker. It is parked while it waits in the gate, and after its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._changed = threading.Condition()  # guards what follows
+        self._stop = self._pause = False
+        self._borrowers = 0
+        self._saves_asked = self._saves_answered = 0
+        self._parked = self._ended = False
+        self._turn = threading.RLock()  # one borrower at a time; a thread may borrow what it has borrowed
+        self._borrower: int | None = None  # its thread
+
+    # Asked by any thread
+
+    @property
+    def stop_asked(self) -> bool:
+        return self._stop
+
+    def stop(self) -> None:
+        with self._changing():
+            self._stop = True
+
+    def pause(self) -> None:
+        with self._changing():
+            self._pause = True
+
+    def resume(self) -> None:
+        self.take_file("PAUSE")
+        with self._changing():
+            self._pause = False
+
+    @contextlib.contextmanager
+    def _changing(self) -> Generator[None]:
+        with self._changed:
+            yield
+            self._changed.notify_all()
+
+    def ask_to_save(self) -> int:
+        """Ask for a checkpoint at the next step boundary; the number to give to await_save()."""
+        with self._changing():
+            self._saves_asked += 1
+            return self._saves_asked
+
+    def await_save(self, number: int) -> None:
+        self._await(lambda: self._saves_answered >= number or self._ended)
+
+    @contextlib.contextmanager
+    def parked(self) -> Generator[None]:
+        """Hold the worker between two steps for the time of the context."""
+        with self._turn:
+            outer = self._borrower
+            with self._changing():
+                self._borrowers += 1
+                self._borrower = threading.get_ident()
+            try:
+                self._await(lambda: self._parked)
+                yield
+            finally:
+                with self._changing():
+                    self._borrowers -= 1
+                    self._borrower = outer
+
+    def parked_by_me(self) -> bool:
+        """Whether this very thread holds the worker, and so must not wait for it."""
+        return self._borrower == threading.get_ident()
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            while not self._changed.wait_for(condition, POLL_SECONDS):
+                pass  # between two waits an interrupt gets through
+
+    # Asked by the worker
+
+    def end(self) -> None:
+        with self._changing():
+            self._parked = self._ended = True
+
+    def passed(self, before_pause: Callable[[], object], save: Callable[[], object], after_pause: Callable[[], object]) -> bool:
+        """The gate: hold while paused or borrowed from, save when asked to; False when the run is to stop."""
+        paused = False
+        while True:
+            self._answer(save)
+            with self._parking():
+                pass  # hold for those who borrow
+            if self._stopping():
+                return False
+            if not (self._pause or self._has_file("PAUSE")):
+                break
+            if not paused:
+                paused = True
+                before_pause()
+            with self._parking():
+                self._changed.wait(POLL_SECONDS)
+        if paused:
+            after_pause()
+        return True
+
+    def _answer(self, save: Callable[[], object]) -> None:
+        asked = self._saves_asked
+        if asked > self._saves_answered:
+            save()
+            with self._changing():
+                self._saves_answered = asked
+
+    @contextlib.contextmanager
+    def _parking(self) -> Generator[None]:
+        with self._changed:
+            self._parked = True
+            self._changed.notify_all()
+            try:
+                yield
+            finally:
+                while self._borrowers:
+                    self._changed.wait()
+                self._parked = False
+
+    def _stopping(self) -> bool:
+        if not self._stop and self.take_file("STOP"):
+            self.stop()
+        return self._stop
+
+    # Files
+
+    def _has_file(self, name: str) -> bool:
+        try:
+            return (self._folder / name).exists()
+        except OSError:  # a mounted drive that dropped out says nothing, and must not end the training
+            return False
+
+    def take_file(self, name: str) -> bool:
+        """Remove a control file; False if there was none."""
+        if not self._has_file(name):
+            return False
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink(missing_ok=True)
+        return True

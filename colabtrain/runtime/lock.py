@@ -1,0 +1,52 @@
+"""FolderLock: one live run a folder, over all processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+
+class AlreadyRunning(RuntimeError):
+    """The run folder, or the model, is in use by a live run."""
+
+
+class FolderLock:
+    """One live run a folder: an advisory lock on <run>/lock that ends with the process, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "lock"
+        self._file: Any = None
+
+    def take(self) -> bool:
+        """Lock; False where the system has no such locks. Raises AlreadyRunning if another run has the folder."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+")
+        try:
+            fcntl = importlib.import_module("fcntl")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            file.close()
+            raise AlreadyRunning(
+                f"a live run uses {str(self.path.parent)!r} (process {owner}); stop it first, or give another run folder"
+            ) from None
+        except (ImportError, OSError):  # Windows, and mounted folders of some kinds
+            file.close()
+            return False
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        self._file = file
+        return True
+
+    def release(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(ImportError, OSError):
+                fcntl = importlib.import_module("fcntl")
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked child shares the open file, and with it the lock
+            self._file.close()
+            self._file = None
