@@ -34,7 +34,6 @@ WRONG_VALUES: list[tuple[type, str, Any]] = [
     (TrainConfig, "exclude_tasks", (1,)),
     (TrainConfig, "modalities", "text"),
     (TrainConfig, "modalities", ("text", None)),
-    (TrainConfig, "subnets", {"full": 6}),
     (TrainConfig, "subnets", {1: SubnetConfig()}),
     (TrainConfig, "subnets", [SubnetConfig()]),
     (RunConfig, "steps", "10"),
