@@ -59,7 +59,7 @@ def as_subnet(name: str, fc: Any) -> SubnetConfig:
         )
     if unknown := sorted(set(fields) - set(SUBNET_FIELDS)):
         raise ValueError(f"subnets[{name!r}]={fc!r} has an unknown field {unknown[0]!r}; a sub-network has {', '.join(SUBNET_FIELDS)}")
-    return SubnetConfig(**fields, given=fc)
+    return SubnetConfig(**fields, given=fc if hasattr(fc, "exit_layer") else None)
 
 
 def _subnet_fields(fc: Any) -> dict[str, Any] | None:
