@@ -40,6 +40,7 @@ class Sticky:
         self.heads = nn.ModuleDict({str(exit_layer): nn.Linear(128, 1) for exit_layer in (3, 6)})
         for head in self.heads.values():
             nn.init.normal_(head.weight, std=0.05, generator=torch.Generator().manual_seed(1))
+            nn.init.zeros_(head.bias)
         self.latents = made.latents
         self.yes_id, self.no_id = made.yes_id, made.no_id
         self.ffn_width: int = 256
