@@ -112,12 +112,13 @@ class TrainConfig:
     max_options: int = _at_least(32, 2)
     calibration_share: float = _at_least(0.05, 0, 0.5)  # of the train split, held out by a hash of id or group
     exclude_tasks: tuple[str, ...] = ("typed_decisions", "snake_syn")
+    exclude: tuple[str, ...] = field(default=("snake_game",), metadata={"choices": ("snake_game",)})  # records, by what they show
     modalities: tuple[str, ...] | None = None  # None: all
     max_records: int | None = _at_least(None, 1)
     subnets: Mapping[str, SubnetConfig] | None = None  # the first one is the teacher
 
     def __post_init__(self) -> None:
-        for name in ("exclude_tasks", "modalities"):  # a TOML file has lists
+        for name in ("exclude_tasks", "exclude", "modalities"):  # a TOML file has lists
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         if isinstance(self.subnets, Mapping):
@@ -185,7 +186,7 @@ def check_metadata(config: Any) -> None:
         value, limits = getattr(config, item.name), item.metadata
         if value is None:
             continue
-        if "choices" in limits and value not in limits["choices"]:
+        if "choices" in limits and not set(value if isinstance(value, tuple) else (value,)) <= set(limits["choices"]):
             raise ValueError(f"{item.name}={value!r} is unknown; it must be one of {', '.join(limits['choices'])}")
         if "lowest" in limits:
             check_at_least(config, item.name, limits["lowest"])

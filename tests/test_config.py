@@ -32,6 +32,8 @@ WRONG_VALUES: list[tuple[type, str, Any]] = [
     (TrainConfig, "exclude_tasks", "typed_decisions"),
     (TrainConfig, "exclude_tasks", "typed_decisions"),
     (TrainConfig, "exclude_tasks", (1,)),
+    (TrainConfig, "exclude", "snake_game"),
+    (TrainConfig, "exclude", (len,)),
     (TrainConfig, "modalities", "text"),
     (TrainConfig, "modalities", ("text", None)),
     (TrainConfig, "subnets", {1: SubnetConfig()}),
@@ -84,6 +86,7 @@ WRONG_VALUES: list[tuple[type, str, Any]] = [
     (TrainConfig, "calibration_share", 0.51),
     # not a choice
     (TrainConfig, "clip", "layer"),
+    (TrainConfig, "exclude", ("snake_game", "chess_game")),
 ]
 
 
@@ -101,6 +104,8 @@ def test_limits_are_named() -> None:
         TrainConfig(calibration_share=0.6)
     with pytest.raises(ValueError, match=r"clip='all' is unknown; it must be one of group, joint"):
         TrainConfig(clip="all")
+    with pytest.raises(ValueError, match=r"exclude=\('chess_game',\) is unknown; it must be one of snake_game"):
+        TrainConfig(exclude=("chess_game",))
     with pytest.raises(ValueError, match=r"batch_size='4' is of type str; it must be int"):
         TrainConfig(batch_size="4")  # type: ignore[arg-type]
 
@@ -117,7 +122,7 @@ def test_type_error_does_not_call_none_the_default_where_it_is_not() -> None:
     ("config", "fields"),
     [
         (TrainConfig, {"lr_lora": 0, "lr_heads": 1, "warmup_steps": 0, "calibration_share": 0.0, "lora_dropout": 0.99, "max_options": 2}),
-        (TrainConfig, {"calibration_share": 0.5, "clip": "joint", "modalities": (), "exclude_tasks": (), "max_records": 1}),
+        (TrainConfig, {"calibration_share": 0.5, "clip": "joint", "modalities": (), "exclude_tasks": (), "exclude": (), "max_records": 1}),
         (RunConfig, {"steps": 1, "checkpoint_seconds": 0, "keep_local": 1, "eval_every": 1}),
         (SubnetConfig, {"n_latents": 0, "exit_layer": 1, "media_exit": 0, "sibling_from": None, "ffn_width": 1}),
     ],
@@ -143,6 +148,7 @@ def test_defaults_are_those_of_the_system() -> None:
         "max_options": 32,
         "calibration_share": 0.05,
         "exclude_tasks": ("typed_decisions", "snake_syn"),
+        "exclude": ("snake_game",),
     }
     assert {name: getattr(train, name) for name in wanted} == wanted
     assert (run.checkpoint_every, run.checkpoint_seconds, run.first_checkpoint_seconds, run.keep_local) == (200, 300.0, 60.0, 3)
@@ -245,8 +251,8 @@ def test_config_imports_no_torch() -> None:
 
 def test_what_a_toml_file_can_say_is_taken() -> None:
     """Lists for tuples, tables for sub-networks, and numpy's integers."""
-    config = TrainConfig(exclude_tasks=["a"], modalities=["text"], subnets={"only": {"exit_layer": 3}})  # type: ignore[arg-type,dict-item]
-    assert (config.exclude_tasks, config.modalities) == (("a",), ("text",))
+    config = TrainConfig(exclude_tasks=["a"], exclude=["snake_game"], modalities=["text"], subnets={"only": {"exit_layer": 3}})  # type: ignore[arg-type,dict-item]
+    assert (config.exclude_tasks, config.exclude, config.modalities) == (("a",), ("snake_game",), ("text",))
     assert config.subnets == {"only": SubnetConfig(exit_layer=3)}
     steps = RunConfig(steps=numpy.int64(7)).steps  # type: ignore[arg-type]
     assert steps == 7 and type(steps) is int

@@ -9,7 +9,8 @@ top option, 15 equal-width bins (Naeini et al. 2015). Baselines know only the tr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +69,15 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """n, accuracy, nll, brier and ece over `outcomes` (at least one)."""
     n = len(outcomes)
     means = {name: sum(getattr(o, name) for o in outcomes) / n for name in ("accuracy", "nll", "brier")}
-    bins: dict[int, list[Outcome]] = {}
-    for o in outcomes:
-        bins.setdefault(min(ECE_BINS - 1, int(o.confidence * ECE_BINS)), []).append(o)
-    ece = sum(abs(sum(o.accuracy - o.confidence for o in members)) for members in bins.values()) / n
-    return {"n": n, **means, "ece": ece}
+    return {"n": n, **means, "ece": calibration_error([(o.accuracy, o.confidence) for o in outcomes])}
+
+
+def calibration_error(answers: Sequence[tuple[float, float]]) -> float:
+    """ECE of `answers` (at least one): (accuracy, confidence) pairs."""
+    bins: dict[int, list[float]] = {}
+    for accuracy, confidence in answers:
+        bins.setdefault(min(ECE_BINS - 1, int(confidence * ECE_BINS)), []).append(accuracy - confidence)
+    return sum(abs(sum(gaps)) for gaps in bins.values()) / len(answers)
 
 
 def grouped(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -87,20 +92,39 @@ def grouped(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"overall": summary(outcomes), "by_type": by(lambda o: o.kind), "by_question": by(lambda o: o.question)}
 
 
-@torch.no_grad()
 def evaluate(model: Any, records: Sequence[Record], subnets: Mapping[str, SubnetConfig], config: TrainConfig) -> dict[str, Any]:
     """grouped() results of each sub-network over `records`, all options shown, no dropout."""
     shown = [cap_record(record, config.max_state_chars) for record in records]
-    lengths = [len(plan_record(model, record, subnets)) for record in shown]
-    order = sorted(range(len(shown)), key=lengths.__getitem__)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in subnets}
+    for name, part, logits in logits_of(model, shown, subnets, config):
+        outcomes[name].extend(_outcomes(part, logits))
+    return {name: grouped(answered) for name, answered in outcomes.items()}
+
+
+@torch.no_grad()
+def logits_of(
+    model: Any, records: Sequence[Record], subnets: Mapping[str, SubnetConfig], config: TrainConfig
+) -> Iterator[tuple[str, list[Record], Tensor]]:
+    """(sub-network, records, logits [Q, K] of their questions) for each batch of `records` as they are, no dropout."""
+    lengths = [len(plan_record(model, record, subnets)) for record in records]
+    order = sorted(range(len(records)), key=lengths.__getitem__)
     for indices in fill(order, lengths, 4 * config.batch_size, config.token_budget):
-        part = [shown[i] for i in indices]
+        part = [records[i] for i in indices]
         batch = build(model, part, subnets)
         for name, fc in subnets.items():
-            logits = objective.logit_matrix(model.scores(batch.packed[fc.n_latents], fc), batch.option_index)
-            outcomes[name].extend(_outcomes(part, logits))
-    return {name: grouped(answered) for name, answered in outcomes.items()}
+            yield name, part, objective.logit_matrix(model.scores(batch.packed[fc.n_latents], fc), batch.option_index)
+
+
+@contextmanager
+def eval_mode(model: Any) -> Generator[None]:
+    """The model in eval mode; after it every module has the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _outcomes(records: Sequence[Record], logits: Tensor) -> list[Outcome]:

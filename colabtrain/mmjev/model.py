@@ -191,7 +191,7 @@ class MMJev(nn.Module):
     def encode_state(self, state: Sequence[Seg], fc: SubnetConfig) -> list[Piece]:
         """Segments -> runs of tokens, with fc.n_latents memory tokens after each media segment.
 
-        Raises ValueError for a media segment that is not a tensor [num_tokens, hidden] of soft tokens.
+        Raises ValueError for a media segment that is not a tensor [num_tokens, hidden] of soft tokens, none of them zero.
         """
         pieces = [Piece("text", self.start_ids)] if self.start_ids else []
         for seg in state:
@@ -203,6 +203,7 @@ class MMJev(nn.Module):
                     f"{self.name} cannot read a segment of kind {seg.kind!r} from {str(seg.data)[:60]!r}; give a tensor of soft tokens "
                     f"[num_tokens, {self.lm.config.hidden_size}], or train on text alone with modalities=('text',)"
                 )
+            check_magnitudes(seg.data, f"the soft tokens of a segment of kind {seg.kind!r}")
             pieces.append(Piece("media", soft=seg.data))
             pieces.append(Piece("latent", num_latents=fc.n_latents))
         return pieces
@@ -266,6 +267,15 @@ def base_fingerprint(lm: Any) -> dict[str, Any]:
         "dtype": str(weight.dtype),
         "weights": hashlib.sha256(bytes(sample.flatten().view(torch.uint8).tolist())).hexdigest()[:12],
     }
+
+
+def check_magnitudes(rows: Tensor, what: str) -> None:
+    """Raise ValueError naming the first of `rows` [n, hidden] that AltUp cannot divide by (its gradients would be NaN)."""
+    magnitudes = rows.detach().float().square().mean(dim=1).sqrt()
+    bad = (~torch.isfinite(magnitudes) | (magnitudes == 0)).nonzero()[:, 0].tolist()
+    if bad:
+        why = "exactly zero" if not rows[bad[0]].any() else "not finite, or too large or small for fp32"
+        raise ValueError(f"{what}: row {bad[0]} of {len(rows)} is {why}, which makes NaN gradients; leave such rows out, padding too")
 
 
 def _proposed_answers(question: Question) -> list[str]:

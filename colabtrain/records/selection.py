@@ -1,19 +1,24 @@
 """Which records are trained on, which are held out, and what was dropped and why.
 
 The calibration hold-out is taken by a hash of a record's group (or id), before any other cut, so that adding a data
-set or a limit never moves an old calibration record into training.
+set or a limit never moves an old calibration record into training. Records of a split named `calibration` are the
+calibration set instead: where there are any, nothing is held out of train.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from colabtrain.config import TrainConfig
 from colabtrain.records.schema import Record
+from colabtrain.records.snake import is_snake_game
 
+Predicate = Callable[[Record], bool]
+PREDICATES: Mapping[str, Predicate] = {"snake_game": is_snake_game}  # what TrainConfig.exclude may name
+CALIBRATION_SPLIT = "calibration"
 HELD_OUT_SPLITS = ("test", "val", "validation")  # the first one that has records is the held-out set
 
 
@@ -29,14 +34,27 @@ class Selection:
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
 
 
-def select(records: Sequence[Record], config: TrainConfig) -> Selection:
-    """Split `records`. Raises ValueError when nothing is left to train on."""
+def select(records: Sequence[Record], config: TrainConfig, exclude: Predicate | None = None) -> Selection:
+    """Split `records`. exclude: drops the records it is true for, beside those that config.exclude names.
+
+    Where records of split `calibration` are left, they are the calibration set and no record is held out of train.
+    Raises ValueError when nothing is left to train on, or naming the record that `exclude` raised for.
+    """
     dropped: Counter[tuple[str, str]] = Counter()
-    kept = [record for record in records if _wanted(record, config, dropped)]
+    predicates = [(name, PREDICATES[name]) for name in config.exclude]
+    if exclude is not None:
+        predicates.append((getattr(exclude, "__name__", "exclude"), exclude))
     by_split: dict[str, list[Record]] = {}
-    for record in kept:
-        by_split.setdefault(record.split, []).append(record)
-    train, calibration = _hold_out(by_split.pop("train", []), config)
+    for record in records:
+        if reason := _unwanted(record, config, predicates):
+            dropped[reason, record.task] += 1
+        else:
+            by_split.setdefault(record.split, []).append(record)
+    train, calibration = by_split.pop("train", []), by_split.pop(CALIBRATION_SPLIT, [])
+    hold_out_name = CALIBRATION_SPLIT
+    if not calibration:
+        hold_out_name = "calibration hold-out"
+        train, calibration = _hold_out(train, config)
     name = next((split for split in HELD_OUT_SPLITS if by_split.get(split)), None)
     held_out = by_split.pop(name) if name else calibration
     for split, unused in by_split.items():
@@ -51,17 +69,26 @@ def select(records: Sequence[Record], config: TrainConfig) -> Selection:
             f"no record is left to train on (splits found: {splits}; dropped: {why}; set aside for calibration: {len(calibration)}); "
             "give more records of split 'train'"
         )
-    return Selection(train, calibration, held_out, name or "calibration hold-out", dropped)
+    return Selection(train, calibration, held_out, name or hold_out_name, dropped)
 
 
-def _wanted(record: Record, config: TrainConfig, dropped: Counter[tuple[str, str]]) -> bool:
+def _unwanted(record: Record, config: TrainConfig, predicates: Sequence[tuple[str, Predicate]]) -> str | None:
+    """Why `record` is not used on any path; None: it is."""
     if record.task in config.exclude_tasks:
-        dropped["excluded task", record.task] += 1
-    elif config.modalities is not None and record.modality not in config.modalities:
-        dropped[f"modality {record.modality!r} is not among {config.modalities}", record.task] += 1
-    else:
-        return True
-    return False
+        return "excluded task"
+    for name, predicate in predicates:
+        try:
+            excluded = bool(predicate(record))
+        except Exception as error:
+            raise ValueError(
+                f"record {record.id!r} of task {record.task!r}: the predicate {name} raised {type(error).__name__}: {error}; "
+                "it must say of any record whether to leave it out"
+            ) from error
+        if excluded:
+            return f"excluded as {name}"
+    if config.modalities is not None and record.modality not in config.modalities:
+        return f"modality {record.modality!r} is not among {config.modalities}"
+    return None
 
 
 def _hold_out(records: Iterable[Record], config: TrainConfig) -> tuple[list[Record], list[Record]]:
