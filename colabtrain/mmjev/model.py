@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from colabtrain.config import SubnetConfig, default_subnets
 from colabtrain.mmjev import backbone, tiny
-from colabtrain.mmjev.lora import Dropout, LoRALinear, add_lora
+from colabtrain.mmjev.lora import Dropout, LoRALinear, add_lora, check_projections
 from colabtrain.mmjev.packing import Packed, Piece, Plan, pack
 from colabtrain.records.schema import Question, Seg, as_text
 
@@ -50,7 +50,7 @@ class MMJev(nn.Module):
     """A decision model over a Gemma3nTextModel.
 
     base: the whole transformers model; lm: its text model. rates: learning rates that suit this model, by TrainConfig
-    field. name: what it is called in fingerprints and run folders.
+    field. name: what it is called in fingerprints and run folders. Raises ValueError for a quantised model.
     """
 
     latents: nn.Parameter
@@ -68,6 +68,7 @@ class MMJev(nn.Module):
         start_ids: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        check_projections(lm)
         self.base, self.lm = base, lm
         self.tokenizer, self.prompt, self.start_ids = tokenizer, prompt or Prompt(), list(start_ids)
         self.yes_id, self.no_id, self.name, self.rates = yes_id, no_id, name, dict(rates or {})
@@ -89,9 +90,37 @@ class MMJev(nn.Module):
         prompt = Prompt(question="\n{text}", answer="\n{text} ?")
         return cls(lm, lm, words, yes, no, f"tiny-{seed}", prompt, rates=tiny.RATES)
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        device: str | torch.device | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        ple_device: str | torch.device | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> MMJev:
+        """A published Gemma 3n ("google/gemma-3n-E4B-it") or a folder with the same files, text only, as Pretrained says."""
+        from colabtrain.mmjev.pretrained import Pretrained  # which builds an MMJev
+
+        return Pretrained.open(name, device=device, token=token, revision=revision, ple_device=ple_device).load(progress)
+
     @property
     def device(self) -> torch.device:
         return next(self.lm.parameters()).device
+
+    @property
+    def matmul_dtype(self) -> torch.dtype:
+        """What the projections run in; the residual stream may be wider."""
+        return backbone.matmul_dtype(self.lm)
+
+    def to_mixed_precision(self) -> MMJev:
+        """Large matrices of the base in float16, its other weights and the residual stream in float32: for CUDA below 8.0."""
+        for name, parameter in self.lm.named_parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(backbone.weight_dtype(name, torch.float16, torch.float32))
+        return self
 
     def default_subnets(self) -> dict[str, SubnetConfig]:
         config = self.lm.config
@@ -166,7 +195,7 @@ class MMJev(nn.Module):
         for head in self.heads.values():
             self._reset_head(head)
         word = torch.tensor(self.tokenizer.encode(LATENT_WORD), device=self.device)
-        mean = self.lm.embed_tokens(word).float().mean(dim=0)
+        mean = backbone.embed(self.lm, word).float().mean(dim=0)
         noise = torch.randn(self.latents.shape, generator=generator).to(mean.device)
         self.latents.copy_(mean + 0.02 * mean.std() * noise)
         for adapter in self.adapters.values():
@@ -239,7 +268,7 @@ class MMJev(nn.Module):
         ]
 
     def _embed(self, packed: Packed) -> Tensor:
-        embeds = self.lm.embed_tokens(packed.ids)
+        embeds = backbone.embed(self.lm, packed.ids)
         if packed.soft is not None:
             embeds = embeds.index_copy(0, packed.soft_at, packed.soft.to(embeds.dtype))
         if len(packed.latent_at):
