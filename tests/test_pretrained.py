@@ -327,8 +327,12 @@ class Hub(BaseHTTPRequestHandler):
         if refused is None and not (self.folder / name).exists():
             refused = (404, "EntryNotFound")
         body = b"" if refused else (self.folder / name).read_bytes()
-        self.log.append(f"{self.command} {name}")
-        self.send_response(refused[0] if refused else 200)
+        part = self.headers.get("Range", "")
+        self.log.append(f"{self.command} {name} {part}".strip())
+        if part:
+            first, last = (int(n) for n in part.removeprefix("bytes=").split("-"))
+            body = body[first : last + 1]
+        self.send_response(refused[0] if refused else 206 if part else 200)
         self.send_header("X-Repo-Commit", self.commit)
         self.send_header("ETag", f'"{name}"')
         self.send_header("Content-Length", str(len(body)))
@@ -381,6 +385,15 @@ def test_a_download_is_the_checkpoint_and_small_files_come_first(hub: list[str],
     asked = len(hub)
     same(opened.load(), source())  # all in the cache now
     assert len(hub) == asked
+
+
+def test_a_single_file_is_not_fetched_to_be_looked_at(hub: list[str], copy: Path) -> None:
+    (copy / INDEX).unlink()
+    save_file({f"model.{name}": tensor for name, tensor in source().state_dict().items()}, copy / "model.safetensors")
+    Hub.folder = copy
+    opened = Pretrained.open("open/gemma")
+    assert [line for line in hub if " model.safetensors" in line and "index" not in line] == ["GET model.safetensors bytes=0-100000"]
+    same(opened.load(), source())
 
 
 def test_no_token_and_no_access_are_told_apart(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,9 +110,27 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear in x's dtype, or in the weight's where that is narrower."""
     if x.dtype == weight.dtype:
         return F.linear(x, weight, bias)
-    scale = _token_scale(x.detach())
-    y = F.linear((x / scale).to(weight.dtype), weight) * scale  # the wider dtype of the two again
+    y: Tensor = _NarrowProduct.apply(x, weight)  # pyright: ignore[reportAssignmentType]
     return y if bias is None else y + bias
+
+
+class _NarrowProduct(torch.autograd.Function):
+    """x [..., T, in] times the frozen weight [out, in], x and then the gradient scaled token by token into the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _scaled(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return _scaled(gradients[0], weight.T), None
+
+
+def _scaled(x: Tensor, weight: Tensor) -> Tensor:
+    scale = _token_scale(x)
+    return F.linear((x / scale).to(weight.dtype), weight) * scale  # in x's dtype again, the wider of the two
 
 
 def _token_scale(x: Tensor) -> Tensor:
