@@ -9,8 +9,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    import torch
+
+BFLOAT16_CAPABILITY = (8, 0)  # Ampere; older cards only emulate it, whatever torch.cuda.is_bf16_supported() says
 OUT_OF_MEMORY_TEXTS = (
     "out of memory",  # CUDA, HIP and MPS, raised by the allocator or by the driver
     "can't allocate memory",  # the CPU's allocator
@@ -105,6 +109,21 @@ def machine() -> dict[str, str | int]:
     if _cuda_in_use():
         described["gpu"] = torch.cuda.get_device_name()
     return described
+
+
+def precision(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype of the large matrix products, dtype of everything else) that suits `device`.
+
+    bfloat16 throughout from compute capability 8.0 on; below, float16 products in a float32 residual stream, because
+    Gemma 3n's activations exceed float16's 65,504; float32 throughout on anything but CUDA.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return torch.float32, torch.float32
+    if torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY:
+        return torch.bfloat16, torch.bfloat16
+    return torch.float16, torch.float32
 
 
 def memory_bytes() -> dict[str, int]:

@@ -10,7 +10,6 @@ old `.pt` files of plain tensors are read, with torch's loader that executes not
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from colabtrain.config import SubnetConfig
+from colabtrain.config import SUBNET_FIELDS, SubnetConfig
 from colabtrain.mmjev.model import MMJev, check_magnitudes
 
 WEIGHTS, CONFIG, EXTRAS, ABOUT = "adapter_model.safetensors", "adapter_config.json", "heads_latents.safetensors", "colabtrain.json"
@@ -133,7 +132,7 @@ def _about(model: MMJev, temperatures: Mapping[str, Any], subnets: Mapping[str, 
     fields = {
         "format": 1,
         "base": model.fingerprint(),
-        "subnets": {name: dataclasses.asdict(fc) for name, fc in subnets.items()},
+        "subnets": {name: {field: getattr(fc, field) for field in SUBNET_FIELDS} for name, fc in subnets.items()},
         "temperatures": dict(temperatures),
     }
     return json.dumps(fields, indent=1)

@@ -7,6 +7,9 @@ At full width and depth the result is bit-identical to Gemma3nTextModel's; the p
 Only the read-out tokens matter in the end. Once the last layer that makes keys and values has made them, no other
 token's state is read again, so from there on only the read-outs are computed: at E4B 15 of 35 layers.
 
+Mixed precision (float16 projections and embedding tables, all else float32) is a matter of the weights: the residual
+stream has the final norm's dtype, attention and the projections that of their weights.
+
 Shapes: A AltUp streams, T tokens, H hidden, R read-outs; rows have batch size 1.
 """
 
@@ -23,11 +26,38 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from colabtrain.config import SubnetConfig
-from colabtrain.mmjev.lora import Dropout, elastic_linear
+from colabtrain.mmjev.lora import ATTENTION_TARGETS, MLP_TARGETS, Dropout, LoRALinear, elastic_linear
 from colabtrain.mmjev.packing import Layout, Packed
 
 KeyValue = tuple[Tensor, Tensor]
 Rope = tuple[Tensor, Tensor]  # cos, sin, each [1, T, D]
+
+
+def weight_dtype(name: str, matmul: torch.dtype, residual: torch.dtype) -> torch.dtype:
+    """The dtype of the parameter `name` of a text model where large products run in `matmul`, all else in `residual`."""
+    large = {*ATTENTION_TARGETS, *MLP_TARGETS, "embed_tokens", "embed_tokens_per_layer"}
+    return matmul if name.endswith(".weight") and large & set(name.split(".")) else residual
+
+
+def matmul_dtype(lm: Any) -> torch.dtype:
+    """The dtype of the projections' weights."""
+    return _weight(lm.layers[0].self_attn.q_proj).dtype
+
+
+def _weight(projection: Any) -> Tensor:
+    return (projection.base_layer if isinstance(projection, LoRALinear) else projection).weight
+
+
+def embed(lm: Any, ids: Tensor) -> Tensor:
+    """Input embeddings [..., H] of `ids`, scaled, in the dtype of the residual stream."""
+    table, dtype = lm.embed_tokens, lm.norm.weight.dtype
+    return F.embedding(ids, table.weight).to(dtype) * table.embed_scale.to(dtype)
+
+
+def _per_layer_rows(lm: Any, ids: Tensor, like: Tensor) -> Tensor:
+    """Per-layer embeddings [1, T, L, P], looked up where the table is, on the device and in the dtype of `like`."""
+    rows = lm.get_per_layer_inputs(ids[None].to(lm.embed_tokens_per_layer.weight.device))
+    return rows.to(like.device).to(like.dtype)  # in this order the narrow rows travel
 
 
 def kv_roles(config: Any) -> list[str]:
@@ -87,13 +117,13 @@ def forward(
     config, layout = lm.config, packed.layout
     stream = _Stream(
         hidden=expand_altup(lm, embeds),
-        per_layer=lm.project_per_layer_inputs(embeds, lm.get_per_layer_inputs(packed.ids[None])),
+        per_layer=lm.project_per_layer_inputs(embeds, _per_layer_rows(lm, packed.ids, embeds)),
         rope={kind: lm.rotary_emb(embeds, layout.position[None], kind) for kind in set(config.layer_types)},
         layout=layout,
         dropout=dropout,
         shared={},
     )
-    roles = kv_roles(config)
+    roles, mask_dtype = kv_roles(config), matmul_dtype(lm)
     last_own = max(i for i in range(fc.exit_layer) if roles[i] != "reuse")
     for i in range(fc.exit_layer):
         if i == fc.media_exit and packed.kept is not None:
@@ -101,7 +131,7 @@ def forward(
         kind = config.layer_types[i]
         siblings = fc.sibling_from is not None and i >= fc.sibling_from
         window = config.sliding_window if kind == "sliding_attention" else None
-        masks = stream.layout.attention_masks(siblings, window, embeds.dtype, reads_only=i >= last_own)
+        masks = stream.layout.attention_masks(siblings, window, mask_dtype, reads_only=i >= last_own)
         reads = stream.layout.reads if i == last_own else None
         key, value = stream.shared[kind] if roles[i] == "reuse" else (None, None)
         inputs = (stream.hidden, stream.per_layer[:, :, i], *stream.rope[kind], masks, fc.ffn_width, key, value, stream.dropout, reads)
@@ -158,10 +188,11 @@ def layer_forward(
 
 
 def keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor, dropout: Dropout | None) -> KeyValue:
-    """Keys and values [1, KV, T, D] of the row x [1, T, H]."""
-    heads = (*x.shape[:2], -1, module.head_dim)
+    """Keys and values [1, KV, T, D] of the row x [1, T, H], in the dtype that attention runs in."""
+    heads, dtype = (*x.shape[:2], -1, module.head_dim), _weight(module.k_proj).dtype
     key = _rotate(module.k_norm(elastic_linear(module.k_proj, x, dropout).view(heads)), cos, sin)
-    return key.transpose(1, 2), module.v_norm(elastic_linear(module.v_proj, x, dropout).view(heads)).transpose(1, 2)
+    value = module.v_norm(elastic_linear(module.v_proj, x, dropout).view(heads))
+    return key.transpose(1, 2).to(dtype), value.transpose(1, 2).to(dtype)
 
 
 def attention(
@@ -170,12 +201,12 @@ def attention(
     """Attention of the tokens x [1, t, H] over keys and values [1, KV, T, D], record by record (masks: [t_i, T_i])."""
     heads = (*x.shape[:2], -1, module.head_dim)
     query = _rotate(module.q_norm(elastic_linear(module.q_proj, x, dropout).view(heads)), cos, sin).transpose(1, 2)
-    queries = query.split([mask.shape[0] for mask in masks], dim=2)
+    queries = query.to(key.dtype).split([mask.shape[0] for mask in masks], dim=2)
     keys, values = (_repeat(t, module).split([mask.shape[1] for mask in masks], dim=2) for t in (key, value))
     records = zip(queries, keys, values, masks, strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=module.scaling) for q, k, v, mask in records]
     joined = torch.cat(outputs, dim=2).transpose(1, 2).reshape(*x.shape[:2], -1)
-    return elastic_linear(module.o_proj, joined, dropout)
+    return elastic_linear(module.o_proj, joined.to(x.dtype), dropout)
 
 
 def feed_forward(module: Any, x: Tensor, ffn_width: int | None, dropout: Dropout | None) -> Tensor:

@@ -6,12 +6,16 @@ adapter, so a narrow sub-network can be merged and exported as a plain smaller m
 
 Dropout is a hash of (seed, step, record, token) and (layer, module, channel): no generator is read or moved, so a
 checkpointed recompute, a batch run in parts, and a cell that draws random numbers all see or leave the same masks.
+
+Mixed precision: where a frozen weight is float16 and its input float32, the product runs in float16 on an input scaled
+per token, and everything around it, LoRA too, in float32.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 @dataclass(frozen=True)
@@ -95,13 +100,51 @@ def elastic_linear(
     """The linear layer's first `rows` outputs from its first `cols` inputs (None: all). Slices are views."""
     base = module.base_layer if isinstance(module, LoRALinear) else module
     assert isinstance(base, nn.Linear)
-    y = F.linear(x, base.weight[:rows, :cols], _bias(base, rows))
+    y = _product(x, base.weight[:rows, :cols], _bias(base, rows))
     if isinstance(module, LoRALinear):
         if dropout is not None:
             x = dropout(x, module.columns[:cols])
         low = F.linear(x, module.lora_A[:, :cols].to(x.dtype))
         y = y + F.linear(low, module.lora_B[:rows].to(x.dtype)) * module.scaling
     return y
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear in x's dtype, or in the weight's where that is narrower."""
+    if x.dtype == weight.dtype:
+        return F.linear(x, weight, bias)
+    y: Tensor = _NarrowProduct.apply(x, weight)  # pyright: ignore[reportAssignmentType]
+    return y if bias is None else y + bias
+
+
+class _NarrowProduct(torch.autograd.Function):
+    """x [..., T, in] times the frozen weight [out, in], x and then the gradient scaled token by token into the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _scaled(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return _scaled(gradients[0], weight.T), None
+
+
+def _scaled(x: Tensor, weight: Tensor) -> Tensor:
+    scale = _token_scale(x)
+    return F.linear((x / scale).to(weight.dtype), weight) * scale  # in x's dtype again, the wider of the two
+
+
+def _token_scale(x: Tensor) -> Tensor:
+    """The largest power of two within each token's largest magnitude, [..., T, 1]: exact to divide and multiply by.
+
+    x / scale is below 2, so neither it nor a sum over thousands of channels reaches float16's end, and what float16
+    rounds to zero is 2^-24 of the token's largest channel.
+    """
+    largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)
+    scale = largest.view(torch.int32).bitwise_and(EXPONENT_BITS).view(torch.float32)
+    return scale.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _bias(base: nn.Linear, rows: int | None) -> Tensor | None:
@@ -113,18 +156,39 @@ def add_lora(lm: Any, r: int, alpha: float, mlp_from: int) -> dict[str, LoRALine
     """Wrap q / k / v / o of every decoder layer (k, v where the layer has them) and the feed-forward from layer
     `mlp_from` on, anew where another shape is there; r = 0 takes all away. Returns the adapters by full module name."""
     adapters: dict[str, LoRALinear] = {}
+    for name, owner, target in _targets(lm, mlp_from):
+        module = getattr(owner, target)
+        if isinstance(module, LoRALinear) and (r == 0 or (len(module.lora_A), module.scaling) != (r, alpha / r)):
+            module = module.base_layer
+            setattr(owner, target, module)
+        if isinstance(module, nn.Linear) and r > 0:
+            module = LoRALinear(module, name, r, alpha)
+            setattr(owner, target, module)
+        if isinstance(module, LoRALinear):
+            adapters[name] = module
+    return adapters
+
+
+def check_projections(lm: nn.Module) -> None:
+    """Raise ValueError that names the first projection whose weight is no plain matrix, as 4-bit and 8-bit layers have."""
+    for name, owner, target in _targets(lm):
+        module = getattr(owner, target)
+        base = module.base_layer if isinstance(module, LoRALinear) else module
+        if not isinstance(base, nn.Linear):
+            raise ValueError(f"{name} is a {type(base).__name__}, not a torch.nn.Linear; load the model without quantisation or adapters")
+        shape, dtype = tuple(base.weight.shape), base.weight.dtype
+        if not dtype.is_floating_point or shape != (base.out_features, base.in_features):
+            raise ValueError(
+                f"{name} ({type(base).__name__}) holds a packed weight, {dtype} of shape {list(shape)} for {base.out_features} x "
+                f"{base.in_features}: a sub-network's slice cannot be taken from it; load the model without 4-bit or 8-bit quantisation"
+            )
+
+
+def _targets(lm: Any, mlp_from: int = 0) -> Iterator[tuple[str, nn.Module, str]]:
+    """(full name, owner, attribute) of each projection there is: attention's, and the feed-forward's from layer `mlp_from` on."""
     for index, layer in enumerate(lm.layers):
         for parent, targets in (("self_attn", ATTENTION_TARGETS), ("mlp", MLP_TARGETS if index >= mlp_from else ())):
             owner = getattr(layer, parent, None)
             for target in targets:
-                module = getattr(owner, target, None)
-                name = f"layers.{index}.{parent}.{target}"
-                if isinstance(module, LoRALinear) and (r == 0 or (len(module.lora_A), module.scaling) != (r, alpha / r)):
-                    module = module.base_layer
-                    setattr(owner, target, module)
-                if isinstance(module, nn.Linear) and r > 0:
-                    module = LoRALinear(module, name, r, alpha)
-                    setattr(owner, target, module)
-                if isinstance(module, LoRALinear):
-                    adapters[name] = module
-    return adapters
+                if owner is not None and hasattr(owner, target):
+                    yield f"layers.{index}.{parent}.{target}", owner, target

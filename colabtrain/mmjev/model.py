@@ -13,18 +13,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colabtrain.config import SubnetConfig, default_subnets
 from colabtrain.mmjev import backbone, tiny
-from colabtrain.mmjev.lora import Dropout, LoRALinear, add_lora
+from colabtrain.mmjev.lora import Dropout, LoRALinear, add_lora, check_projections
 from colabtrain.mmjev.packing import Packed, Piece, Plan, pack
+from colabtrain.mmjev.wording import Prompt, Tokenizer, proposed_answers
 from colabtrain.records.schema import Question, Seg, as_text
 from colabtrain.task import inference
 
@@ -34,25 +34,11 @@ SAMPLE_ROWS = 64  # of the embedding, hashed into the fingerprint
 MLP_LORA_FROM = 10 / 35  # below, Gemma 3n's feed-forward is 95 % sparse
 
 
-class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens."""
-        ...
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Wording around questions and proposed answers; {text} is replaced."""
-
-    question: str = "\n\nQuestion: {text}"
-    answer: str = "\nProposed answer: {text}\nIs this proposed answer correct? Answer Yes or No.\n"
-
-
 class MMJev(nn.Module):
     """A decision model over a Gemma3nTextModel.
 
     base: the whole transformers model; lm: its text model. rates: learning rates that suit this model, by TrainConfig
-    field. name: what it is called in fingerprints and run folders.
+    field. name: what it is called in fingerprints and run folders. Raises ValueError for a quantised model.
     """
 
     latents: nn.Parameter
@@ -70,6 +56,7 @@ class MMJev(nn.Module):
         start_ids: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        check_projections(lm)
         self.base, self.lm = base, lm
         self.tokenizer, self.prompt, self.start_ids = tokenizer, prompt or Prompt(), list(start_ids)
         self.yes_id, self.no_id, self.name, self.rates = yes_id, no_id, name, dict(rates or {})
@@ -91,15 +78,37 @@ class MMJev(nn.Module):
         prompt = Prompt(question="\n{text}", answer="\n{text} ?")
         return cls(lm, lm, words, yes, no, f"tiny-{seed}", prompt, rates=tiny.RATES)
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        device: str | torch.device | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        ple_device: str | torch.device | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> MMJev:
+        """A published Gemma 3n ("google/gemma-3n-E4B-it") or a folder with the same files, text only, as Pretrained says."""
+        from colabtrain.mmjev.pretrained import Pretrained  # which builds an MMJev
+
+        return Pretrained.open(name, device=device, token=token, revision=revision, ple_device=ple_device).load(progress)
+
     @property
     def device(self) -> torch.device:
         return next(self.lm.parameters()).device
 
     @property
     def matmul_dtype(self) -> torch.dtype:
-        """Of the projections; a GradScaler is needed where it is fp16."""
-        projection = self.lm.layers[0].self_attn.q_proj
-        return (projection.base_layer if isinstance(projection, LoRALinear) else projection).weight.dtype
+        """What the projections run in (a GradScaler is needed where it is fp16); the residual stream may be wider."""
+        return backbone.matmul_dtype(self.lm)
+
+    def to_mixed_precision(self) -> MMJev:
+        """Large matrices of the base in float16, its other weights and the residual stream in float32: for CUDA below 8.0."""
+        for name, parameter in self.lm.named_parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(backbone.weight_dtype(name, torch.float16, torch.float32))
+        return self
 
     def default_subnets(self) -> dict[str, SubnetConfig]:
         config = self.lm.config
@@ -173,7 +182,7 @@ class MMJev(nn.Module):
         for head in self.heads.values():
             self._reset_head(head)
         word = torch.tensor(self.tokenizer.encode(LATENT_WORD), device=self.device)
-        mean = self.lm.embed_tokens(word).float().mean(dim=0)
+        mean = backbone.embed(self.lm, word).float().mean(dim=0)
         noise = torch.randn(self.latents.shape, generator=generator).to(mean.device)
         self.latents.copy_(mean + 0.02 * mean.std() * noise)
         for adapter in self.adapters.values():
@@ -216,7 +225,7 @@ class MMJev(nn.Module):
         for q, question in enumerate(questions):
             text = self.prompt.question.format(text=as_text(question["instructions"]))
             start = plan.put(Piece("text", self.tokenizer.encode(text)), end_of_state, q)
-            answers = _proposed_answers(question)
+            answers = proposed_answers(question)
             for o, answer in enumerate(answers):
                 plan.put(Piece("text", self.tokenizer.encode(self.prompt.answer.format(text=answer))), start, q, o)
                 plan.reads.append(len(plan) - 1)
@@ -247,7 +256,7 @@ class MMJev(nn.Module):
         ]
 
     def _embed(self, packed: Packed) -> Tensor:
-        embeds = self.lm.embed_tokens(packed.ids)
+        embeds = backbone.embed(self.lm, packed.ids)
         if packed.soft is not None:
             embeds = embeds.index_copy(0, packed.soft_at, packed.soft.to(embeds.dtype))
         if len(packed.latent_at):
@@ -276,15 +285,3 @@ def check_magnitudes(rows: Tensor, what: str) -> None:
     if bad:
         why = "exactly zero" if not rows[bad[0]].any() else "not finite, or too large or small for fp32"
         raise ValueError(f"{what}: row {bad[0]} of {len(rows)} is {why}, which makes NaN gradients; leave such rows out, padding too")
-
-
-def _proposed_answers(question: Question) -> list[str]:
-    criteria = question.get("criteria")
-    if question["type"] == "choice":
-        return [option if text is None else f"{option}: {as_text(text)}" for option, text in (criteria or {}).items()]
-    if question["type"] == "score":
-        return [as_text(level) for level in criteria or ()]
-    if not criteria:
-        return ["Yes"]
-    meanings = [f"{word} ({as_text(criteria[key])})" for word, key in (("Yes", "true"), ("not No", "false")) if criteria.get(key)]
-    return [", ".join(meanings)]
