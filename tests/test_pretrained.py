@@ -267,7 +267,7 @@ def test_quantised_layers_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=words):
         MMJev(lm, lm, tiny.HashedWords(), 1, 2, "packed")
     lm.layers[3].mlp.down_proj = nn.Identity()
-    with pytest.raises(ValueError, match=r"layers.3.mlp.down_proj is a Identity, not a torch.nn.Linear"):
+    with pytest.raises(ValueError, match=r"layers.3.mlp.down_proj is of type Identity, not torch.nn.Linear"):
         MMJev(lm, lm, tiny.HashedWords(), 1, 2, "other")
 
 
@@ -397,16 +397,23 @@ def test_a_single_file_is_not_fetched_to_be_looked_at(hub: list[str], copy: Path
 
 
 def test_no_token_and_no_access_are_told_apart(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("gated/gemma", "plain/gemma"):
+    for name, kind in (("gated/gemma", "is open only to those who"), ("plain/gemma", "is gated, private or misspelt")):
         monkeypatch.delenv("HF_TOKEN", raising=False)
         with pytest.raises(ModelAccessError, match="no token was found") as caught:
             Pretrained.open(name)
-        for words in (f"https://huggingface.co/{name}", "HF_TOKEN", "Colab's Secrets", "huggingface_hub.login()", "licence"):
+        for words in (kind, f"https://huggingface.co/{name}", "HF_TOKEN", "Colab's Secrets", "huggingface_hub.login()", "licence"):
             assert words in str(caught.value)
         monkeypatch.setenv("HF_TOKEN", "hf_other")
         with pytest.raises(ModelAccessError, match=r"the token that was found has no access \(HTTP 403\)") as caught:
             Pretrained.open(name)
         assert "hf_other" not in str(caught.value)
+
+
+def test_a_broken_token_is_not_printed(hub: list[str]) -> None:
+    with pytest.raises(ValueError, match="the Hugging Face token has characters") as caught:
+        Pretrained.open("gated/gemma", token="hf_go\nod")
+    assert "hf_go" not in str(caught.value)
+    assert Pretrained.open("gated/gemma", token=" hf_good\n").files.revision == Hub.commit
 
 
 def test_a_wrong_name_and_a_wrong_kind_of_name(hub: list[str]) -> None:

@@ -30,7 +30,9 @@ class ModelFiles:
     def __init__(self, name: str, token: str | None = None, revision: str | None = None) -> None:
         self.name, self.revision = name, revision
         self.folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else None
-        self._token = None if self.folder else token or huggingface_hub.get_token()
+        self._token = "" if self.folder else (token or huggingface_hub.get_token() or "").strip()
+        if not (self._token.isascii() and self._token.isprintable()):  # the HTTP library's own error would print it
+            raise ValueError("the Hugging Face token has characters in it that no token has; copy it anew")
 
     def fetch(self, filename: str, report: Callable[[int], None] | None = None) -> Path:
         """Path of `filename`, downloaded if need be; report(n): n more bytes have come.
@@ -66,10 +68,10 @@ class ModelFiles:
             self._explain(error, filename)
 
     def _explain(self, error: Exception, filename: str) -> NoReturn:
-        status = next((e.response.status_code for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)), None)
+        causes = list(_chain(error))
+        status = next((e.response.status_code for e in causes if isinstance(e, errors.HfHubHTTPError)), None)
         if isinstance(error, errors.HFValidationError):
             raise ValueError(f"{self.name!r} is no folder here and no name on the Hub; give one such as google/gemma-3n-E4B-it") from None
-        causes = list(_chain(error))
         if any((isinstance(e, OSError) and e.errno == errno.ENOSPC) or "No space left" in str(e) for e in causes):
             text = f"the disk is full: {filename} of {self.name} does not fit; free some space, or set HF_HOME to a larger disk and restart"
         elif isinstance(error, errors.RevisionNotFoundError):
@@ -77,7 +79,7 @@ class ModelFiles:
         elif isinstance(error, errors.RemoteEntryNotFoundError):
             raise FileNotFoundError(f"{self.name} has no file {filename}") from error
         elif status in (401, 403):
-            text = self._no_access(status)
+            text = self._no_access(status, any(isinstance(e, errors.GatedRepoError) for e in causes))
         elif status == 404:
             seen = "the token that was found may not see it" if self._token else "no token was found"
             text = f"there is no model {self.name} on the Hub (check the spelling), or it is private and {seen}"
@@ -88,13 +90,13 @@ class ModelFiles:
             raise error
         raise ModelAccessError(text) from error
 
-    def _no_access(self, status: int) -> str:
-        found = f"the token that was found has no access (HTTP {status})" if self._token else f"no token was found (HTTP {status})"
+    def _no_access(self, status: int, gated: bool) -> str:
+        kind = "is open only to those who accepted its licence" if gated else "is gated, private or misspelt"
+        found = "the token that was found has no access" if self._token else "no token was found"
         return (
-            f"{self.name} is open only to those who accepted its licence, and {found}. Accept the licence at "
-            f"https://huggingface.co/{self.name}, then put a token of that account that may read gated models in the environment variable "
-            "HF_TOKEN, or in Colab's Secrets (the key icon) under the name HF_TOKEN with access for this notebook, or run "
-            "huggingface_hub.login(). If that is done, check the spelling of the name."
+            f"{self.name} {kind}, and {found} (HTTP {status}). Accept the licence at https://huggingface.co/{self.name}, then put a "
+            "token of that account that may read gated models in the environment variable HF_TOKEN, or in Colab's Secrets (the key "
+            "icon) under the name HF_TOKEN with access for this notebook, or run huggingface_hub.login()"
         )
 
 

@@ -175,7 +175,9 @@ def check_projections(lm: nn.Module) -> None:
         module = getattr(owner, target)
         base = module.base_layer if isinstance(module, LoRALinear) else module
         if not isinstance(base, nn.Linear):
-            raise ValueError(f"{name} is a {type(base).__name__}, not a torch.nn.Linear; load the model without quantisation or adapters")
+            raise ValueError(
+                f"{name} is of type {type(base).__name__}, not torch.nn.Linear; load the model without quantisation or adapters"
+            )
         shape, dtype = tuple(base.weight.shape), base.weight.dtype
         if not dtype.is_floating_point or shape != (base.out_features, base.in_features):
             raise ValueError(
