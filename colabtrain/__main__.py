@@ -1,4 +1,5 @@
-"""The command line: `demo` and `train`. Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
+"""The command line: `demo` and `train`. Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 a new process is
+needed and the checkpoint is safe, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-FAILED, WRONG_ARGUMENTS, INTERRUPTED = 1, 2, 130
+FAILED, WRONG_ARGUMENTS, RESTART, INTERRUPTED = 1, 2, 3, 130
 DEMO_RECORDS = 2400
 DEMO_OPTIONS: dict[str, Any] = {"batch_size": 8, "log_every": 25, "max_eval_records": 300}
 
@@ -34,6 +35,7 @@ def _start(arguments: argparse.Namespace) -> tuple[Any, Any] | int:
     model, data, options = {"demo": _demo, "train": _train}[arguments.command](arguments)
 
     from colabtrain.api import start
+    from colabtrain.mmjev.hub_files import ModelAccessError
     from colabtrain.runtime.diary import DIARY_FILE, Tail
     from colabtrain.runtime.lock import AlreadyRunning
 
@@ -41,7 +43,7 @@ def _start(arguments: argparse.Namespace) -> tuple[Any, Any] | int:
     tail.new()  # what earlier calls wrote is in the folder, not news
     try:
         return start(model, data, run_dir=arguments.run, display=False, **options), tail
-    except AlreadyRunning as error:
+    except (AlreadyRunning, ModelAccessError) as error:
         return _fail(str(error), FAILED)
 
 
@@ -52,7 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, default=300)
     demo.add_argument("--run", type=Path, default=Path("runs/demo"), metavar="DIR")
     train = commands.add_parser("train", help="train on your records; a run folder with checkpoints is resumed")
-    train.add_argument("--model", required=True, metavar="tiny|MODULE:FUNCTION", help="`tiny`, or a function that returns a model")
+    train.add_argument(
+        "--model",
+        required=True,
+        metavar="tiny|NAME|MODULE:FUNCTION",
+        help="`tiny`, a Gemma 3n on the Hub or in a folder, or a function that returns a model",
+    )
     train.add_argument("--data", required=True, nargs="+", metavar="FILE", help="JSONL records")
     train.add_argument("--run", required=True, type=Path, metavar="DIR", help="folder of this run")
     train.add_argument("--steps", type=int, help="updates of the whole run; default: one epoch")
@@ -102,13 +109,12 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 def _model(name: str) -> Any:
-    if name == "tiny":
-        from colabtrain.mmjev.model import MMJev
-
-        return MMJev.tiny(0)
+    """What start() takes as a model: a name as it is, what the function made, or an error that says what is possible."""
     module, colon, function = name.partition(":")
     if not colon:
-        raise ValueError(f"--model {name!r} is unknown; give `tiny`, or module:function for a function that returns a model")
+        if name == "tiny" or "/" in name or Path(name).is_dir():
+            return name
+        raise ValueError(f"--model {name!r} is unknown; give `tiny`, owner/name of a Gemma 3n on the Hub, its folder, or module:function")
     sys.path.insert(0, str(Path.cwd()))
     try:
         make: Callable[[], Any] | None = getattr(importlib.import_module(module), function, None)
@@ -116,7 +122,9 @@ def _model(name: str) -> Any:
         raise ValueError(f"--model {name!r}: {error}; the module must be importable from here") from None
     if not callable(make):
         raise ValueError(f"--model {name!r}: module {module!r} has no function {function!r}")
-    return make()
+    if isinstance(made := make(), str):
+        raise ValueError(f"--model {name!r}: {function}() returned {made!r}, which is a str; it must return a model")
+    return made
 
 
 def _run_in_foreground(run: Any, tail: Any) -> int:
@@ -136,7 +144,8 @@ def _run_in_foreground(run: Any, tail: Any) -> int:
 
 def _failed(run: Any) -> int:
     saved = f"the checkpoint of step {run.saved_step:,} is safe" if run.saved_step else "nothing was saved"
-    return _fail(f"failed: {run.error_line}; {saved} (traceback in {run.folder / 'train.log'})", FAILED)
+    code = RESTART if run.needs_restart and run.saved_step else FAILED
+    return _fail(f"failed: {run.error_line}; {saved} (traceback in {run.folder / 'train.log'})", code)
 
 
 def _stopped(run: Any) -> int:

@@ -142,6 +142,8 @@ class RunConfig:
     log_every: int = _at_least(50, 1)  # steps
     eval_every: int | None = _at_least(None, 1)  # steps; None: at the end only
     max_eval_records: int | None = _at_least(None, 1)
+    checkpoint_layers: int | None = _at_least(None, 0)  # layers recomputed in the backward pass; None: as memory needs
+    adapter_dir: str | None = None  # where the adapter is saved at the end; None: <run>/adapter
     on_unrecoverable: str = field(default="fail", metadata={"choices": ("fail", "exit")})  # exit: end the process with status 3
 
     def __post_init__(self) -> None:
@@ -234,3 +236,11 @@ def settings(config: Any) -> dict[str, Any]:
     if subnets := values.get("subnets"):
         values["subnets"] = {name: {field: getattr(fc, field) for field in SUBNET_FIELDS} for name, fc in subnets.items()}
     return values
+
+
+def check_subnets(subnets: Mapping[str, SubnetConfig], **most: int | None) -> None:
+    """Raise ValueError that names the first sub-network with a field beyond what the model has (None: not known)."""
+    for name, fc in subnets.items():
+        for item, limit in most.items():
+            if limit is not None and (value := getattr(fc, item)) is not None and value > limit:
+                raise ValueError(f"sub-network {name!r}: {item}={value}, but the model has {limit}; give at most that")

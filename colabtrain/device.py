@@ -91,6 +91,16 @@ def accelerator_bytes() -> int:
     return int(sys.modules["torch"].cuda.memory_allocated()) if _cuda_in_use() else 0
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that new tensors on `device` may take; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
 def _cuda_in_use() -> bool:
     torch = sys.modules.get("torch")  # asking an idle card would take memory on it
     return torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()

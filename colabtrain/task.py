@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ class Task(Protocol):
     """A training job. All methods but fingerprint() run on the worker thread."""
 
     # What else a Task may offer: borrow() (Borrows), evaluate() (Evaluates), describe() (Describes), ending() (Ends),
-    # contents() and set_aside() (Divides), first_bad_module() (Diagnoses). A Task without them trains all the same.
+    # say (Says), contents() and set_aside() (Divides), first_bad_module() (Diagnoses). A Task without them trains all the same.
 
     @property
     def num_steps(self) -> int:
@@ -92,11 +92,18 @@ class Describes(Protocol):
 
 
 @runtime_checkable
+class Says(Protocol):
+    """A Task with something to say while it gets ready: the loop sets `say`, which takes lines for the log."""
+
+    say: Callable[[str], None]
+
+
+@runtime_checkable
 class Ends(Protocol):
     """A Task that has something to do when the last step is done."""
 
-    def ending(self, folder: Path) -> list[tuple[str, str, dict[str, Any]]]:
-        """Leave the model ready for use, and in `folder` what people keep. Returns (event, text, fields) for the diary."""
+    def ending(self, folder: Path) -> Iterable[tuple[str, str, dict[str, Any]]]:
+        """Leave the model ready for use, and in the run's folder what people keep. Gives (event, text, fields) for the diary."""
         ...
 
 

@@ -87,7 +87,7 @@ def test_config_file_and_set(tmp_path: Path, data: Path) -> None:
         (["--model", "tiny", "--data", "missing.jsonl"], "data file 'missing.jsonl' does not exist"),
         (["--model", "large", "--data", "DATA"], "--model 'large' is unknown"),
         (["--model", "json:nothing", "--data", "DATA"], "module 'json' has no function 'nothing'"),
-        (["--model", "platform:machine", "--data", "DATA"], "jev is a str without base, lm"),
+        (["--model", "platform:machine", "--data", "DATA"], "machine() returned"),
         (["--model", "no_such_module:make", "--data", "DATA"], "no_such_module"),
         (["--model", "tiny", "--data", "DATA", "--set", "batch_size"], "write --set name=value"),
         (["--model", "tiny", "--data", "DATA", "--set", "batch_sizes=3"], "did you mean batch_size?"),

@@ -119,11 +119,11 @@ def parts(records: list[Record], config: TrainConfig, **options: Any) -> tuple[l
 
 @pytest.mark.colab
 def test_the_game_is_dropped_on_every_path_and_counted() -> None:
-    chosen = select(mixed(), TrainConfig())
+    chosen = select(mixed(), TrainConfig(calibration_share=0))
     assert [len(part) for part in (chosen.train, chosen.calibration, chosen.held_out)] == [80, 80, 80]
     assert not any(is_snake_game(r) for r in (*chosen.train, *chosen.calibration, *chosen.held_out))
     assert chosen.dropped == Counter({("excluded as snake_game", "mine"): 60})
-    kept = select(mixed(), TrainConfig(exclude=()))
+    kept = select(mixed(), TrainConfig(exclude=(), calibration_share=0))
     assert [len(part) for part in (kept.train, kept.calibration, kept.held_out)] == [100, 100, 100] and not kept.dropped
 
 
@@ -164,18 +164,14 @@ def test_config_names_the_predicates_there_are() -> None:
 
 
 @pytest.mark.colab
-def test_a_split_named_calibration_is_the_calibration_set() -> None:
+def test_a_split_named_calibration_joins_what_is_held_out_of_train() -> None:
     records = mixed()
-    train, calibration, held_out = parts(records, TrainConfig(exclude=(), calibration_share=0.5))
+    train, calibration, held_out = parts(records, TrainConfig(exclude=(), calibration_share=0))
     assert (train, calibration, held_out) == tuple([r.id for r in records if r.split == name] for name in ("train", "calibration", "test"))
-    chosen = select([r for r in records if r.split != "test"], TrainConfig())
-    assert chosen.held_out == chosen.calibration and chosen.held_out_name == "calibration" and len(chosen.train) == 80
-
-
-def test_an_explicit_calibration_set_of_excluded_records_leaves_the_hash() -> None:
-    records = [r for r in mixed() if r.split == "train"] + [record("x", task="snake_syn", split="calibration")]
-    assert parts(records, TrainConfig()) == parts(records[:-1], TrainConfig())
-    assert select(records, TrainConfig()).held_out_name == "calibration hold-out"
+    without = parts([r for r in records if r.split != "calibration"], TrainConfig(calibration_share=0.5))
+    both = parts(records, TrainConfig(calibration_share=0.5))
+    assert both[0] == without[0], "an explicit calibration set moves no record into training"
+    assert set(both[1]) == set(without[1]) | {r.id for r in records if r.split == "calibration" and not is_snake_game(r)}
 
 
 def test_calibration_alone_is_nothing_to_train_on() -> None:

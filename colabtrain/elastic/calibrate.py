@@ -20,7 +20,7 @@ from torch import Tensor
 
 from colabtrain.config import SubnetConfig, TrainConfig
 from colabtrain.elastic.batches import MASKED
-from colabtrain.elastic.evaluate import calibration_error, eval_mode, logits_of
+from colabtrain.elastic.evaluate import calibration_error, logits_of
 from colabtrain.records.caps import cap_record
 from colabtrain.records.schema import Record
 
@@ -97,7 +97,7 @@ def calibrate(model: Any, records: Sequence[Record], subnets: Mapping[str, Subne
         raise ValueError("there are no calibration records; raise calibration_share, or give records of split 'calibration'")
     shown = [cap_record(record, config.max_state_chars, config.max_options, f"{config.seed}/calibration") for record in records]
     items: dict[str, list[Item]] = {name: [] for name in subnets}
-    with eval_mode(model):
+    with model.lent():
         for name, part, logits in logits_of(model, shown, subnets, config):
             items[name].extend(_items(part, logits))
     return {name: fit(answered) for name, answered in items.items()}

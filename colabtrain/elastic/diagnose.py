@@ -21,9 +21,8 @@ from torch import Tensor
 
 from colabtrain.config import SubnetConfig, TrainConfig
 from colabtrain.elastic.batches import build
-from colabtrain.elastic.evaluate import eval_mode
 from colabtrain.elastic.optimizer import Optimizer
-from colabtrain.elastic.step import accumulate
+from colabtrain.elastic.step import accumulate, split
 from colabtrain.records.schema import Record
 
 
@@ -32,7 +31,7 @@ def first_bad_module(model: Any, records: Sequence[Record], subnets: Mapping[str
 
     Returns "not reproduced: ..." where weights, outputs and gradients are all finite.
     """
-    with eval_mode(model):
+    with model.lent():
         return (
             _bad_parameter(model)
             or _bad_output(model, records, subnets, config, i)
@@ -63,7 +62,7 @@ def _bad_output(model: Any, records: Sequence[Record], subnets: Mapping[str, Sub
     for slot, record in enumerate(records):
         batch = build(model, [record], subnets, slot)
         for name, fc in subnets.items():
-            with _after_each_module(model, see):
+            with model.width(fc), _after_each_module(model, see):
                 model.scores(batch.packed[fc.n_latents], fc, dropout)
             if found:
                 return f"{found[0]} (sub-network {name!r}, record {record.id!r}, number {slot + 1} of the batch's {len(records)})"
@@ -89,7 +88,8 @@ def _bad_gradient(model: Any, records: Sequence[Record], subnets: Mapping[str, S
         for parameter in parameters.values():
             parameter.grad = None
         with torch.enable_grad(), _after_each_module(model, watch_outputs):
-            accumulate(model, unscaled, records, subnets, config, i, splits=len(records))
+            num_questions = sum(len(record.qs) for record in records)
+            accumulate(model, unscaled, split(records, len(records)), num_questions, subnets, config, i)
     finally:
         for hook in hooks:
             hook.remove()

@@ -9,8 +9,7 @@ top option, 15 equal-width bins (Naeini et al. 2015). Baselines know only the tr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +95,9 @@ def evaluate(model: Any, records: Sequence[Record], subnets: Mapping[str, Subnet
     """grouped() results of each sub-network over `records`, all options shown, no dropout."""
     shown = [cap_record(record, config.max_state_chars) for record in records]
     outcomes: dict[str, list[Outcome]] = {name: [] for name in subnets}
-    for name, part, logits in logits_of(model, shown, subnets, config):
-        outcomes[name].extend(_outcomes(part, logits))
+    with model.lent():
+        for name, part, logits in logits_of(model, shown, subnets, config):
+            outcomes[name].extend(_outcomes(part, logits))
     return {name: grouped(answered) for name, answered in outcomes.items()}
 
 
@@ -112,19 +112,9 @@ def logits_of(
         part = [records[i] for i in indices]
         batch = build(model, part, subnets)
         for name, fc in subnets.items():
-            yield name, part, objective.logit_matrix(model.scores(batch.packed[fc.n_latents], fc), batch.option_index)
-
-
-@contextmanager
-def eval_mode(model: Any) -> Generator[None]:
-    """The model in eval mode; after it every module has the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+            with model.width(fc):
+                logits = objective.logit_matrix(model.scores(batch.packed[fc.n_latents], fc), batch.option_index)
+            yield name, part, logits
 
 
 def _outcomes(records: Sequence[Record], logits: Tensor) -> list[Outcome]:

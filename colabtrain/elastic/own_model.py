@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Mapping, Sequence, Sized
+from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colabtrain.config import SubnetConfig, default_subnets
+from colabtrain.config import SubnetConfig, check_subnets, default_subnets
+from colabtrain.mmjev.fingerprint import base_fingerprint
 from colabtrain.mmjev.lora import LoRALinear, add_lora
-from colabtrain.mmjev.model import base_fingerprint
 from colabtrain.records.schema import Question, Seg, option_names
 from colabtrain.task import inference
 
@@ -33,6 +33,9 @@ class OwnPlan:
     plan: Any
     num_options: list[int]
     num_tokens: int
+
+    def __len__(self) -> int:
+        return self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,7 @@ class OwnModel:
         return default_subnets(len(self.lm.layers), self.full_width)
 
     def validate(self, subnets: Mapping[str, SubnetConfig]) -> None:
-        limits = {"exit_layer": len(self.lm.layers), "ffn_width": self.full_width}
-        for name, fc in subnets.items():
-            for field, most in limits.items():
-                if most is not None and (getattr(fc, field) or 0) > most:
-                    raise ValueError(f"sub-network {name!r}: {field}={getattr(fc, field)}, but the model has {most}; give at most that")
+        check_subnets(subnets, exit_layer=len(self.lm.layers), ffn_width=self.full_width)
         latents = self.jev.latents.detach()
         if latents.numel() and not bool(latents.abs().amax(dim=-1).gt(0).all()):
             raise ValueError(
@@ -105,6 +104,14 @@ class OwnModel:
         adapters = {name: parameter for name, parameter in named.items() if "lora_" in name}
         heads = {f"heads.{name}": parameter for name, parameter in self.heads.named_parameters()}
         return {**adapters, **heads, "latents": self.jev.latents}
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.jev.base.named_parameters()
+        yield from self.trainable().items()
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from self.jev.base.named_modules()
+        yield from self.heads.named_modules(prefix="heads")
 
     @torch.no_grad()
     def reset_trainable(self, seed: int) -> None:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colabtrain.config import HEADS_LR, LORA_LR, RunConfig, SubnetConfig, TrainConfig, settings
-from colabtrain.device import is_dead
+from colabtrain.device import free_bytes, is_dead
 from colabtrain.elastic import evaluate
 from colabtrain.elastic.batches import Schedule, capped, estimated_length, plan_record, planned_length
+from colabtrain.elastic.calibrate import calibrate
 from colabtrain.elastic.diagnose import first_bad_module
 from colabtrain.elastic.optimizer import Optimizer
 from colabtrain.elastic.own_model import OwnPlan
 from colabtrain.elastic.step import Part, accumulate, split
+from colabtrain.mmjev.adapter import save_adapter
+from colabtrain.mmjev.backbone import layers_to_checkpoint
+from colabtrain.mmjev.model import MMJev
+from colabtrain.mmjev.pretrained import Pretrained
 from colabtrain.records.caps import cap_record
 from colabtrain.records.schema import Record, content_digest
 from colabtrain.records.selection import Selection
@@ -28,14 +34,19 @@ from colabtrain.task import StepReport
 class ElasticTask:
     """Self-distillation of a model's sub-networks over a selection of records."""
 
-    def __init__(self, model: Any, selection: Selection, train: TrainConfig, run: RunConfig) -> None:
+    def __init__(
+        self, model: Any, selection: Selection, train: TrainConfig, run: RunConfig, start_from: Callable[[Any], object] | None = None
+    ) -> None:
+        """model: an MMJev, an OwnModel, or a Pretrained whose weights are loaded in prepare(). start_from(model) may set
+        the trained parts before the first step; a checkpoint overrides it."""
         rates: Mapping[str, float] = getattr(model, "rates", {})
         self.config = dataclasses.replace(
             train,
             lr_lora=rates.get("lr_lora", LORA_LR) if train.lr_lora is None else train.lr_lora,
             lr_heads=rates.get("lr_heads", HEADS_LR) if train.lr_heads is None else train.lr_heads,
         )
-        self.model, self.selection, self.run = model, selection, run
+        self.model, self.selection, self.run, self._start_from = model, selection, run, start_from
+        self.say: Callable[[str], None] = lambda line: None
         self.subnets: dict[str, SubnetConfig] = dict(train.subnets or model.default_subnets())
         self.records = selection.train
         self._baselines: dict[str, Any] | None = None
@@ -51,13 +62,13 @@ class ElasticTask:
         Changes nothing, so that it may be called before any thread starts.
         """
         self.model.validate(self.subnets)
-        fc = next(iter(self.subnets.values()))
+        if not hasattr(self.model, "check_state"):
+            return
         for record in (*self.records, *self.selection.calibration, *self._held_out):
-            if any(seg.kind != "text" for seg in record.state):
-                try:
-                    self.model.encode_state(record.state, fc)
-                except ValueError as error:
-                    raise ValueError(f"record {record.id!r} of task {record.task!r}: {error}") from None
+            try:
+                self.model.check_state(record.state)
+            except ValueError as error:
+                raise ValueError(f"record {record.id!r} of task {record.task!r}: {error}") from None
 
     @property
     def num_steps(self) -> int:
@@ -65,14 +76,28 @@ class ElasticTask:
 
     def prepare(self) -> None:
         config = self.config
+        if isinstance(self.model, Pretrained):
+            self.model = self.model.load(self.say)
         self.model.configure(self.subnets, config.lora_r, config.lora_alpha)
         self.model.reset_trainable(config.seed)
+        if self._start_from is not None:
+            self._start_from(self.model)
         self.model.train()
+        self._choose_checkpoint_layers()
         self.optimizer = Optimizer(self.model.trainable(), config, fp16=self.model.matmul_dtype is torch.float16)
         lengths = [self._length(record) for record in self.records]
         self.schedule = Schedule(lengths, config.batch_size, config.token_budget, config.seed)
         shapes = {name: list(parameter.shape) for name, parameter in self.model.trainable().items()}
         self._trainable_digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]
+
+    def _choose_checkpoint_layers(self) -> None:
+        if isinstance(self.model, MMJev):
+            chosen = self.run.checkpoint_layers
+            if chosen is None:
+                chosen = layers_to_checkpoint(
+                    self.model.lm.config, self.config.token_budget, self.model.matmul_dtype, free_bytes(self.model.device)
+                )
+            self.model.checkpoint_layers = frozenset(range(chosen))
 
     def _length(self, record: Record) -> int:
         record = cap_record(record, self.config.max_state_chars)
@@ -198,17 +223,30 @@ class ElasticTask:
     def evaluate(self) -> dict[str, Any]:
         if not self._held_out:
             return {}
-        self.model.eval()
-        try:
-            results = evaluate.evaluate(self.model, self._held_out, self.subnets, self.config)
-        finally:
-            self.model.train()
+        results = evaluate.evaluate(self.model, self._held_out, self.subnets, self.config)
         if self._baselines is None:
             self._baselines = evaluate.baselines(self._held_out, evaluate.priors(self.records))
         split = self.selection.held_out_name
         nll = ", ".join(f"{name} {result['overall']['nll']:.4f}" for name, result in results.items())
         text = f"nll on {split} {nll} (class prior {self._baselines['prior']['overall']['nll']:.4f})"
         return {"text": text, "split": split, "results": results, "baselines": self._baselines}
+
+    def ending(self, folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Eval mode; temperatures from the calibration records; the adapter on disk."""
+        self.model.eval()
+        reports: dict[str, Any] = {}
+        try:
+            if self.selection.calibration:
+                reports = dict(calibrate(self.model, self.selection.calibration, self.subnets, self.config))
+                nll = ", ".join(
+                    f"{name} {r['overall']['nll_before']:.4f} -> {r['overall']['nll_after']:.4f}" for name, r in reports.items()
+                )
+                yield "calibration", f"calibrated on {len(self.selection.calibration):,} records: nll {nll}", {"results": reports}
+        except ValueError as error:
+            yield "calibration_failed", f"no temperatures: {error}", {}
+        if isinstance(self.model, MMJev) and self.model.adapters:
+            path = save_adapter(self.model, self.run.adapter_dir or folder / "adapter", reports, self.subnets)
+            yield "adapter_saved", f"adapter saved in {path}", {"path": str(path)}
 
     def describe(self) -> list[str]:
         questions = sum(len(record.qs) for record in self.records)

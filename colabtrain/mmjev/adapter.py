@@ -79,15 +79,20 @@ def load_adapter(model: MMJev, path: str | Path) -> dict[str, Any]:
     subnets, temperatures), {} where there is none. Raises FileNotFoundError, or ValueError naming the tensors that are
     missing, extra, misshapen, not finite or zero, or why the file is refused; the model is then unchanged.
     """
-    path, parameters = Path(path), model.trainable()
+    path = Path(path)
     found, about = _read(model, path)
-    tensors = _by_our_names(model, found, path)
-    _check_fit(tensors, parameters, path)
-    _check_values(tensors, str(path))
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+    take_tensors(model, _by_our_names(model, found, path), str(path))
     return about
+
+
+@torch.no_grad()
+def take_tensors(model: Any, tensors: Mapping[str, Tensor], where: str = "the given state") -> None:
+    """Set `model`'s trained tensors from `tensors`, by the names of trainable(); raises as load_adapter()."""
+    parameters = model.trainable()
+    _check_fit(tensors, parameters, where)
+    _check_values(tensors, where)
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
 
 
 # What is written
@@ -257,7 +262,7 @@ def _check_alpha(model: MMJev, alpha: float | None, path: Path) -> None:
         )
 
 
-def _check_fit(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], path: Path) -> None:
+def _check_fit(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], where: str) -> None:
     wrong = {
         "missing": sorted(parameters.keys() - tensors.keys()),
         "extra": sorted(tensors.keys() - parameters.keys()),
@@ -270,7 +275,7 @@ def _check_fit(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], 
     }
     if any(wrong.values()):
         said = "; ".join(f"{what} {len(names)}: {', '.join(names[:SHOWN])}" for what, names in wrong.items() if names)
-        raise ValueError(f"{path} does not fit the model ({said}); configure it with the exits and LoRA shape it was trained with")
+        raise ValueError(f"{where} does not fit the model ({said}); configure it with the exits and LoRA shape it was trained with")
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -11,8 +11,6 @@ media segment). Nothing about a call is kept: sub-network and dropout are argume
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colabtrain.config import SubnetConfig, default_subnets
+from colabtrain.config import SubnetConfig, check_subnets, default_subnets
 from colabtrain.mmjev import backbone, tiny
+from colabtrain.mmjev.fingerprint import base_fingerprint
 from colabtrain.mmjev.lora import Dropout, LoRALinear, add_lora, check_projections
 from colabtrain.mmjev.packing import Packed, Piece, Plan, pack
 from colabtrain.mmjev.wording import Prompt, Tokenizer, proposed_answers
@@ -30,7 +29,6 @@ from colabtrain.task import inference
 
 LATENT_WORD = " summary"
 NUM_LATENTS = 8
-SAMPLE_ROWS = 64  # of the embedding, hashed into the fingerprint
 MLP_LORA_FROM = 10 / 35  # below, Gemma 3n's feed-forward is 95 % sparse
 
 
@@ -132,12 +130,9 @@ class MMJev(nn.Module):
 
     def validate(self, subnets: Mapping[str, SubnetConfig]) -> None:
         """Raise ValueError that names the first sub-network, field and value the backbone cannot run."""
-        layers, width = self.lm.config.num_hidden_layers, max(self.lm.config.intermediate_size)
-        for name, fc in subnets.items():
-            limits = {"exit_layer": layers, "ffn_width": width, "n_latents": len(self.latents)}
-            for field, most in limits.items():
-                if (value := getattr(fc, field)) is not None and value > most:
-                    raise ValueError(f"sub-network {name!r}: {field}={value}, but the model has {most}; give at most that")
+        config = self.lm.config
+        most = {"exit_layer": config.num_hidden_layers, "ffn_width": max(config.intermediate_size), "n_latents": len(self.latents)}
+        check_subnets(subnets, **most)
 
     def configure(self, subnets: Mapping[str, SubnetConfig], lora_r: int | None = None, lora_alpha: float = 32.0) -> None:
         """Have exactly the heads that `subnets` read from and, with lora_r, adapters of that shape, each at its start.
@@ -197,24 +192,19 @@ class MMJev(nn.Module):
 
     # From a record to logits
 
-    def encode_state(self, state: Sequence[Seg], fc: SubnetConfig) -> list[Piece]:
-        """Segments -> runs of tokens, with fc.n_latents memory tokens after each media segment.
+    def check_state(self, state: Sequence[Seg]) -> None:
+        """Raise ValueError for the first segment that encode_state() cannot read, or that would make gradients NaN."""
+        check_soft_tokens(state, self.lm.config.hidden_size, self.name)
 
-        Raises ValueError for a media segment that is not a tensor [num_tokens, hidden] of soft tokens, none of them zero.
-        """
+    def encode_state(self, state: Sequence[Seg], fc: SubnetConfig) -> list[Piece]:
+        """Segments -> runs of tokens, with fc.n_latents memory tokens after each media segment, which must be a tensor of
+        soft tokens [num_tokens, hidden]; check_state() says whether it is."""
         pieces = [Piece("text", self.start_ids)] if self.start_ids else []
         for seg in state:
             if seg.kind == "text":
                 pieces.append(Piece("text", self.tokenizer.encode(as_text(seg.data))))
-                continue
-            if not isinstance(seg.data, Tensor) or seg.data.dim() != 2 or seg.data.shape[1] != self.lm.config.hidden_size:
-                raise ValueError(
-                    f"{self.name} cannot read a segment of kind {seg.kind!r} from {str(seg.data)[:60]!r}; give a tensor of soft tokens "
-                    f"[num_tokens, {self.lm.config.hidden_size}], or train on text alone with modalities=('text',)"
-                )
-            check_magnitudes(seg.data, f"the soft tokens of a segment of kind {seg.kind!r}")
-            pieces.append(Piece("media", soft=seg.data))
-            pieces.append(Piece("latent", num_latents=fc.n_latents))
+            else:
+                pieces += [Piece("media", soft=seg.data), Piece("latent", num_latents=fc.n_latents)]
         return pieces
 
     def plan(self, encoded: Sequence[Piece], questions: Sequence[Question], fc: SubnetConfig) -> Plan:
@@ -265,17 +255,16 @@ class MMJev(nn.Module):
         return embeds
 
 
-def base_fingerprint(lm: Any) -> dict[str, Any]:
-    """Config, precision and a sample of the weights of a language model, hashed."""
-    config: dict[str, Any] = lm.config.to_dict() if hasattr(lm, "config") else {}  # a person's own may have none
-    config = {name: value for name, value in config.items() if name != "transformers_version"}
-    weight = lm.embed_tokens.weight
-    sample = weight[:SAMPLE_ROWS].float().cpu().contiguous()
-    return {
-        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12],
-        "dtype": str(weight.dtype),
-        "weights": hashlib.sha256(bytes(sample.flatten().view(torch.uint8).tolist())).hexdigest()[:12],
-    }
+def check_soft_tokens(state: Sequence[Seg], hidden_size: int, name: str) -> None:
+    for seg in state:
+        if seg.kind == "text":
+            continue
+        if not isinstance(seg.data, Tensor) or seg.data.dim() != 2 or seg.data.shape[1] != hidden_size:
+            raise ValueError(
+                f"{name} cannot read a segment of kind {seg.kind!r} from {str(seg.data)[:60]!r}; give a tensor of soft tokens "
+                f"[num_tokens, {hidden_size}], or train on text alone with modalities=('text',)"
+            )
+        check_magnitudes(seg.data, f"the soft tokens of a segment of kind {seg.kind!r}")
 
 
 def check_magnitudes(rows: Tensor, what: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colabtrain.device import precision
+from colabtrain.config import SubnetConfig, check_subnets, default_subnets
+from colabtrain.device import free_bytes, precision
 from colabtrain.mmjev import backbone
 from colabtrain.mmjev.hub_files import ModelAccessError, ModelFiles, safetensors_file
-from colabtrain.mmjev.model import MMJev
+from colabtrain.mmjev.model import NUM_LATENTS, MMJev, check_soft_tokens
+from colabtrain.records.schema import Seg
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PLE_TABLE = "embed_tokens_per_layer.weight"  # the one name that every layout of the checkpoint has once, at its end
@@ -116,6 +118,25 @@ class Pretrained:
         """The feed-forward width of each layer."""
         return list(self.config.intermediate_size)
 
+    # What start() asks of a model before its weights are there
+
+    @property
+    def name(self) -> str:
+        return self.files.name if self.files.folder is None else self.files.folder.resolve().name  # a folder may move
+
+    def default_subnets(self) -> dict[str, SubnetConfig]:
+        return default_subnets(self.num_layers, max(self.ffn_widths))
+
+    def validate(self, subnets: Mapping[str, SubnetConfig]) -> None:
+        check_subnets(subnets, exit_layer=self.num_layers, ffn_width=max(self.ffn_widths), n_latents=NUM_LATENTS)
+
+    def check_state(self, state: Sequence[Seg]) -> None:
+        check_soft_tokens(state, self.config.hidden_size, self.name)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The model's, as far as it is known before the weights are there."""
+        return {"name": self.name, "revision": self.files.revision}
+
     def load(self, progress: Callable[[str], None] | None = None) -> MMJev:
         """The model with its weights, in the precision that suits the device. progress: gets lines of text.
 
@@ -133,15 +154,13 @@ class Pretrained:
                 for key, name in names.items():
                     _assign(lm, name, file.get_tensor(key), devices[name], dtypes[name])
             report.done(shard)
-        name = self.files.name if self.files.folder is None else self.files.folder.resolve().name  # a folder may move
-        return MMJev(lm, lm, self.tokenizer, self.yes_id, self.no_id, name, start_ids=self.tokenizer.start_ids)
+        return MMJev(lm, lm, self.tokenizer, self.yes_id, self.no_id, self.name, start_ids=self.tokenizer.start_ids)
 
     def _devices(self, lm: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.device]:
         table = self.ple_device
         if table is None and self.device.type == "cuda":
             weights = sum(parameter.numel() * dtypes[name].itemsize for name, parameter in lm.named_parameters())
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            fits = ple_fits(torch.cuda.mem_get_info(self.device)[0] + unused, weights)
+            fits = ple_fits(free_bytes(self.device) or 0, weights)
             table = self.device if fits else torch.device("cpu")
         return {name: table or self.device if name == PLE_TABLE else self.device for name in dtypes}
 

@@ -1,8 +1,7 @@
 """Which records are trained on, which are held out, and what was dropped and why.
 
 The calibration hold-out is taken by a hash of a record's group (or id), before any other cut, so that adding a data
-set or a limit never moves an old calibration record into training. Records of a split named `calibration` are the
-calibration set instead: where there are any, nothing is held out of train.
+set or a limit never moves an old calibration record into training.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Selection:
 def select(records: Sequence[Record], config: TrainConfig, exclude: Predicate | None = None) -> Selection:
     """Split `records`. exclude: drops the records it is true for, beside those that config.exclude names.
 
-    Where records of split `calibration` are left, they are the calibration set and no record is held out of train.
+    Records of split `calibration` join those held out of train (calibration_share=0: they are the only ones).
     Raises ValueError when nothing is left to train on, or naming the record that `exclude` raised for.
     """
     dropped: Counter[tuple[str, str]] = Counter()
@@ -50,11 +49,8 @@ def select(records: Sequence[Record], config: TrainConfig, exclude: Predicate | 
             dropped[reason, record.task] += 1
         else:
             by_split.setdefault(record.split, []).append(record)
-    train, calibration = by_split.pop("train", []), by_split.pop(CALIBRATION_SPLIT, [])
-    hold_out_name = CALIBRATION_SPLIT
-    if not calibration:
-        hold_out_name = "calibration hold-out"
-        train, calibration = _hold_out(train, config)
+    train, calibration = _hold_out(by_split.pop("train", []), config)
+    calibration += by_split.pop(CALIBRATION_SPLIT, [])
     name = next((split for split in HELD_OUT_SPLITS if by_split.get(split)), None)
     held_out = by_split.pop(name) if name else calibration
     for split, unused in by_split.items():
@@ -69,7 +65,7 @@ def select(records: Sequence[Record], config: TrainConfig, exclude: Predicate | 
             f"no record is left to train on (splits found: {splits}; dropped: {why}; set aside for calibration: {len(calibration)}); "
             "give more records of split 'train'"
         )
-    return Selection(train, calibration, held_out, name or hold_out_name, dropped)
+    return Selection(train, calibration, held_out, name or "calibration hold-out", dropped)
 
 
 def _unwanted(record: Record, config: TrainConfig, predicates: Sequence[tuple[str, Predicate]]) -> str | None:

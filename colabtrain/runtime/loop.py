@@ -15,7 +15,7 @@ from colabtrain.runtime.diary import Diary, duration
 from colabtrain.runtime.keeper import Keeper
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.retry import Retry
-from colabtrain.task import Describes, Diagnoses, Ends, Evaluates, Task
+from colabtrain.task import Describes, Diagnoses, Ends, Evaluates, Says, Task
 
 
 class Gate(Protocol):
@@ -33,6 +33,8 @@ class Gate(Protocol):
 def train(task: Task, diary: Diary, keeper: Keeper, config: RunConfig, gate: Gate, resume: bool) -> bool:
     """Train to the end or to a stop. True when all steps are done."""
     started = time.monotonic()
+    if isinstance(task, Says):
+        task.say = diary.log
     task.prepare()
     if isinstance(task, Describes):
         for line in task.describe():
