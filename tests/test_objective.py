@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colabtrain.config import TrainConfig
+from colabtrain.config import SubnetConfig, TrainConfig
 from colabtrain.elastic import objective
 from colabtrain.elastic.batches import MASKED, build
 from colabtrain.elastic.optimizer import Optimizer, rate_factor
@@ -130,6 +131,125 @@ def test_batch_matrices_match_the_per_question_logits() -> None:
         torch.testing.assert_close(target.sum(), torch.tensor(1.0))
 
 
+def first_step(full: list[Tensor], fast: list[Tensor], targets: list[Tensor]) -> Tensor:
+    """The first implementation's loss of one step, question by question, over Q questions of a batch:
+
+    1/Q sum_q [ CE(t, z_full) + 0.1 |p_full - t|^2 ]
+    + 1/Q sum_q [ CE(t, z_fast) + 0.1 |p_fast - t|^2 + 0.5 KL(stop-grad p_full || p_fast) ]
+    """
+    total = torch.zeros((), dtype=full[0].dtype)
+    for z_full, z_fast, t in zip(full, fast, targets, strict=True):
+        for z in (z_full, z_fast):
+            total = total - (t * F.log_softmax(z, -1)).sum() + 0.1 * ((F.softmax(z, -1) - t) ** 2).sum()
+        p_full = F.softmax(z_full, -1).detach()
+        total = total + 0.5 * F.kl_div(F.log_softmax(z_fast, -1), p_full, reduction="sum")
+    return total / len(targets)
+
+
+def test_the_step_on_given_logits_equals_the_first_implementation_s() -> None:
+    """Loss, and gradient with respect to every logit of both sub-networks, to 1e-6."""
+    _, kinds, targets = ragged(40, 11)
+    generator = torch.Generator().manual_seed(12)
+    logits = [[(3 * torch.randn(len(t), generator=generator)).requires_grad_() for t in targets] for _ in range(2)]
+    reference = first_step(logits[0], logits[1], targets)
+    wanted = torch.autograd.grad(reference, [*logits[0], *logits[1]])
+
+    index = torch.full((len(targets), max(map(len, targets))), sum(map(len, targets)) + 1)
+    matrix, at = torch.zeros(index.shape), 0
+    for row, t in enumerate(targets):
+        index[row, : len(t)] = torch.arange(at, at + len(t))
+        matrix[row, : len(t)] = t
+        at += len(t)
+    is_score = torch.tensor([kind == "score" for kind in kinds])
+    config, (full, fast) = TrainConfig(), (objective.logit_matrix(torch.cat(flat), index) for flat in logits)
+    parts = [objective.decision_parts(z, matrix, is_score) for z in (full, fast)]
+    parts[1]["kl"] = objective.distillation(fast, full)
+    mine = sum(objective.total(each, config).sum() / len(targets) for each in parts)
+    assert isinstance(mine, Tensor)
+    assert abs(float((mine - reference).detach())) < 1e-6
+    for a, b in zip(torch.autograd.grad(mine, [*logits[0], *logits[1]]), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_the_whole_step_has_the_first_implementation_s_loss_and_gradient() -> None:
+    """accumulate() on packed rows against the loop over model.run()'s questions, in fp64: every trained parameter."""
+    model, optimizer, config = prepared()
+    model.to(torch.float64)
+    losses, _ = add_gradient(model, optimizer, config, 0)
+    mine = {name: p.grad.clone() for name, p in model.trainable().items() if p.grad is not None}
+    optimizer.abandon()
+    records, subnets = mixed_records(), model.default_subnets()
+    targets = [torch.tensor(t, dtype=torch.float64) for record in records for t in record.targets]
+    packed = build(model, records, subnets).packed[8]
+    full, fast = ([z for record in model.run(packed, subnets[name]) for z in record] for name in ("full", "fast"))
+    reference = first_step(full, fast, targets)
+    reference.backward()
+    assert abs(float(losses["full"]["total"] + losses["fast"]["total"] - reference.detach())) < 1e-6
+    wanted = {name: p.grad for name, p in model.trainable().items() if p.grad is not None}
+    assert relative_error(mine, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_distillation_at_a_temperature_is_hinton_s(temperature: float) -> None:
+    logits, teacher = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mine = objective.distillation(logits, teacher, temperature)
+    p, log_p = F.softmax(teacher / temperature, -1), F.log_softmax(logits / temperature, -1)
+    torch.testing.assert_close(mine, temperature**2 * F.kl_div(log_p, p, reduction="none").sum(-1))
+
+
+def losses_of(dropout: float = 0.3, **options: Any) -> dict[str, dict[str, Tensor]]:
+    model, optimizer, config = prepared(dropout)
+    return add_gradient(model, optimizer, dataclasses.replace(config, **options), 5)[0]
+
+
+def test_the_teacher_is_the_same_pass_or_one_without_dropout_or_none() -> None:
+    same, without, none = (losses_of(teacher=teacher) for teacher in ("train", "eval", "none"))
+    assert set(none["fast"]) == {"log", "brier", "total"} and "kl" in same["fast"]
+    for part in ("log", "brier"):
+        assert torch.equal(same["fast"][part], without["fast"][part]) and torch.equal(same["full"][part], none["full"][part])
+    assert not torch.equal(same["fast"]["kl"], without["fast"]["kl"])
+    quiet = [losses_of(dropout=0.0, teacher=teacher) for teacher in ("train", "eval")]
+    assert torch.equal(quiet[0]["fast"]["kl"], quiet[1]["fast"]["kl"])  # without dropout the two are one
+
+
+def test_more_than_two_sub_networks_learn_from_the_first() -> None:
+    model, optimizer, config = prepared()
+    subnets = {**model.default_subnets(), "tiny": SubnetConfig(exit_layer=2, media_exit=1, sibling_from=1, ffn_width=64)}
+    model.configure(subnets, config.lora_r, config.lora_alpha)
+    records = mixed_records()
+    losses, _ = accumulate(model, optimizer, split(records, 1), sum(len(r.qs) for r in records), subnets, config, 0)
+    assert set(losses) == {"full", "fast", "tiny"} and "kl" in losses["tiny"] and "kl" not in losses["full"]
+
+
+def test_a_record_is_encoded_once_a_step_for_all_sub_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, config = prepared()
+    encoded: list[Any] = []
+    real = MMJev.encode_state
+    monkeypatch.setattr(MMJev, "encode_state", lambda self, state, fc: (encoded.append(state), real(self, state, fc))[1])
+    add_gradient(model, optimizer, config, 0)
+    assert len(encoded) == len(mixed_records())
+
+
+def test_a_step_reads_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loss, norm or flag is turned into a number on the way: on a GPU each would stop the host."""
+    from colabtrain.config import RunConfig
+    from colabtrain.elastic.task import ElasticTask
+    from colabtrain.records.selection import select
+
+    train = TrainConfig(batch_size=4)
+    task = ElasticTask(MMJev.tiny(0), select(help_desk(24), train), train, RunConfig(steps=2))
+    task.prepare()
+    task.step(0)
+    reads: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        real = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self, *a, _real=real, _name=name, **k: (reads.append(_name), _real(self, *a, **k))[1])
+    report = task.step(1)
+    monkeypatch.undo()
+    assert reads == []
+    assert all(isinstance(value, Tensor) for value in report.loss.values()) and isinstance(report.skipped, Tensor)
+
+
 def add_gradient(model: MMJev, optimizer: Optimizer, config: TrainConfig, i: int, splits: int = 1) -> tuple[Any, int]:
     records = mixed_records()
     questions = sum(len(record.qs) for record in records)
@@ -181,6 +301,16 @@ def test_the_step_neither_reads_nor_moves_the_global_generator() -> None:
     second, _ = gradients(1, 0.3)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_cell_under_inference_mode_leaves_nothing_that_stops_training() -> None:
+    from colabtrain.mmjev import backbone
+
+    backbone._cutoff.cache_clear()
+    model, _, _ = prepared()
+    with torch.inference_mode():
+        model.scores(build(model, mixed_records(), model.default_subnets()).packed[8], model.default_subnets()["full"])
+    assert len(gradients(1, 0.0)[0]) > 60
 
 
 def test_only_what_is_trained_gets_a_gradient_and_the_base_never_moves() -> None:

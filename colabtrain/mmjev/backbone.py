@@ -15,6 +15,7 @@ Shapes: A AltUp streams, T tokens, H hidden, R read-outs; rows have batch size 1
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -230,9 +231,23 @@ def feed_forward(module: Any, x: Tensor, ffn_width: int | None, dropout: Dropout
     """The gated feed-forward with its first `ffn_width` channels; the sparsity cut-off comes from these alone."""
     gate = elastic_linear(module.gate_proj, x, dropout, rows=ffn_width)
     if module.activation_sparsity > 0.0:
-        gate = module._gaussian_topk(gate)
+        gate = sparse(gate, _cutoff(module.activation_sparsity, gate.dtype, gate.device))
     inner = module.act_fn(gate) * elastic_linear(module.up_proj, x, dropout, rows=ffn_width)
     return elastic_linear(module.down_proj, inner, dropout, cols=ffn_width)
+
+
+def sparse(gate: Tensor, cutoff: Tensor) -> Tensor:
+    """What of `gate` [..., F] lies above its own mean by `cutoff` standard deviations; as _gaussian_topk of the module."""
+    mean, deviation = gate.mean(dim=-1, keepdim=True), torch.std(gate, dim=-1, keepdim=True, unbiased=False)
+    return F.relu(gate - (mean + deviation * cutoff))
+
+
+@functools.lru_cache(maxsize=64)  # made once a device: a scalar that travels to it stops the host
+def _cutoff(sparsity: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The quantile of the normal distribution below which the share `sparsity` lies."""
+    with torch.inference_mode(False):  # a cell's first call must not leave a tensor that no gradient may pass by
+        quantile = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(sparsity, dtype=torch.float32))
+        return quantile.to(dtype).to(device)
 
 
 def expand_altup(lm: Any, embeds: Tensor) -> Tensor:
