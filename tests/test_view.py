@@ -217,3 +217,29 @@ def test_failure_is_told_with_its_step_and_forgotten_by_the_next_process():
     assert "ct-err" in made["log"]
     assert "bad thing" not in pieces([failed, {"event": "run_started"}], "failed")["head"]
     assert "bad thing" not in pieces([failed], "running")["head"]
+
+
+# Getting ready, and what went by
+
+
+def test_what_a_run_does_before_its_first_step_is_shown():
+    events = [
+        {"event": "run_started", "text": "run runs/demo started"},
+        {"event": "log", "text": "loading google/gemma-3n-E4B-it: shard 2 of 4, 7.9 of 15.7 GB <b>"},
+    ]
+    folded = View()
+    folded.feed(events)
+    starting = Status("starting", 0, 0, "runs/demo", 0.0)
+    assert "shard 2 of 4, 7.9 of 15.7 GB <b>" in words(folded.pieces(starting)["head"])
+    assert "<b>" not in folded.pieces(starting)["head"].split("ct-sub")[1].replace("&lt;b&gt;", "")
+    folded.feed([{"event": "run_started"}])
+    assert "preparing model and data" in words(folded.pieces(starting)["head"])
+
+
+def test_retries_records_set_aside_and_skipped_steps_are_counted():
+    oom = {"event": "oom", "step": 2, "text": "step 2: out of memory in 1 part; trying again in 2 parts"}
+    aside = {"event": "set_aside", "step": 2, "text": "step 2: an item does not fit"}
+    made = pieces([step(1), oom, oom, aside, step(2, skipped=True), step(3)])
+    assert "2 retried for memory · 1 set aside · 1 skipped" in words(made["head"])
+    assert made["log"].count("ct-err") == 1, "a record that is left out is red, a retry is not"
+    assert "retried" not in words(pieces([step(1)])["head"])

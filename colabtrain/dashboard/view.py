@@ -11,7 +11,7 @@ from __future__ import annotations
 import html
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,8 @@ STATES = {
     "finished": ("Finished", "done"),
     "failed": ("Failed", "bad"),
 }
-BAD_EVENTS = ("failed", "checkpoint_failed", "checkpoint_rejected")
+BAD_EVENTS = ("failed", "checkpoint_failed", "checkpoint_rejected", "set_aside", "evaluation_failed", "hook_failed", "ending_failed")
+COUNTED = {"oom": "retried for memory", "set_aside": "set aside", "skipped": "skipped"}
 QUIET_SECONDS, QUIET_STEPS = 30.0, 5.0  # a step that takes longer than both of these (the second in usual steps) is said
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")  # ANSI: CSI, OSC, others
@@ -60,6 +61,8 @@ class View:
         self.evaluation: Event = {}
         self.failure: Event = {}
         self.saved_step: int | None = None
+        self.preparing = ""  # the newest line of a run that has not begun to step
+        self.counts: Counter[str] = Counter()
         self.seconds_per_step: float | None = None
         self.lines: deque[tuple[str, str, bool]] = deque(maxlen=MAX_LINES)  # time of day, text, is it bad
 
@@ -70,15 +73,18 @@ class View:
             if kind == "step":
                 self._step(event)
             elif kind == "run_started":  # an earlier process may have failed, on another machine
-                self.failure, self.seconds_per_step = {}, None
+                self.failure, self.seconds_per_step, self.preparing = {}, None, ""
             elif kind == "resumed":
                 self._go_back(_whole(event.get("step")) or 0)
             elif kind == "evaluation":
                 self.evaluation = event
             elif kind == "failed":
                 self.failure = event
+            elif kind == "log":
+                self.preparing = next(iter(plain_lines(str(event.get("text") or ""))), "")
             elif kind == "checkpoint_saved":
                 self.saved_step = _whole(event.get("step"))
+            self.counts[str(kind)] += 1
             self._log(event)
 
     def pieces(self, status: Status) -> dict[str, str]:
@@ -95,6 +101,7 @@ class View:
         if step <= (_whole(self.last.get("step")) or 0):
             self._go_back(step - 1)
         self.last = event
+        self.counts["skipped"] += event.get("skipped") is True
         loss, average = _mapping(event.get("loss")), _mapping(event.get("ema"))
         for name in loss:
             curve = self.curves.setdefault(str(name), Curve())
@@ -136,7 +143,8 @@ class View:
 
     def _facts(self, status: Status) -> list[str]:
         if not status.num_steps:
-            return ["preparing model and data" if status.state == "starting" else "before the first step"]
+            getting_ready = self.preparing or "preparing model and data"
+            return [html.escape(getting_ready) if status.state == "starting" else "before the first step"]
         facts = [f"step {status.step:,} of {status.num_steps:,} ({100 * status.step // status.num_steps} %)"]
         if (epoch := _whole(self.last.get("epoch"))) is not None:
             facts.append(f"epoch {epoch + 1}")
@@ -146,7 +154,7 @@ class View:
                 facts.append(f"{duration((status.num_steps - status.step) * pace)} left")
         if self.saved_step is not None:
             facts.append(f"saved at step {self.saved_step:,}")
-        return facts
+        return facts + [f"{self.counts[event]:,} {what}" for event, what in COUNTED.items() if self.counts[event]]
 
     def _notes(self, status: Status) -> list[str]:
         notes: list[str] = []
