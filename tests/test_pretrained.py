@@ -17,6 +17,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from small_tokenizer import write_tokenizer
 from torch import nn
 
 from colabtrain import device
@@ -40,14 +41,6 @@ QUESTIONS = [
 def source() -> Any:
     """The text model that the checkpoint is made of: widths of its own in each layer, as E2B has, and shared keys."""
     return tiny.language_model(5, intermediate_size=[128, 128, 256, 256, 256, 64])
-
-
-def write_tokenizer(folder: Path, merges: list[tuple[str, str]]) -> None:
-    from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
-
-    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
-    words = [*special, "▁", *"abcdefghijklmnopqrstuvwxyzQPAYN:?.\n", *(left + right for left, right in merges)]
-    GemmaTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=merges).save_pretrained(folder)
 
 
 def write_checkpoint(folder: Path) -> None:
