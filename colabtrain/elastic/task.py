@@ -22,7 +22,7 @@ from colabtrain.elastic.optimizer import Optimizer
 from colabtrain.elastic.own_model import OwnPlan
 from colabtrain.elastic.step import Part, accumulate, split
 from colabtrain.mmjev.adapter import save_adapter
-from colabtrain.mmjev.backbone import layers_to_checkpoint
+from colabtrain.mmjev.backbone import layers_to_checkpoint, num_wide_layers
 from colabtrain.mmjev.model import MMJev
 from colabtrain.mmjev.pretrained import Pretrained
 from colabtrain.records.caps import cap_record
@@ -83,20 +83,21 @@ class ElasticTask:
         if self._start_from is not None:
             self._start_from(self.model)
         self.model.train()
-        self._choose_checkpoint_layers()
+        if isinstance(self.model, MMJev):
+            self._layers_by_memory = layers_to_checkpoint(self.model.lm, config.token_budget, free_bytes(self.model.device))
         self.optimizer = Optimizer(self.model.trainable(), config, fp16=self.model.matmul_dtype is torch.float16)
         lengths = [self._length(record) for record in self.records]
         self.schedule = Schedule(lengths, config.batch_size, config.token_budget, config.seed)
         shapes = {name: list(parameter.shape) for name, parameter in self.model.trainable().items()}
         self._trainable_digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]
 
-    def _choose_checkpoint_layers(self) -> None:
+    def _choose_checkpoint_layers(self, splits: int = 1) -> None:
+        """What memory needs or the person says; a retry recomputes all layers, which changes no gradient."""
         if isinstance(self.model, MMJev):
-            chosen = self.run.checkpoint_layers
-            if chosen is None:
-                chosen = layers_to_checkpoint(
-                    self.model.lm.config, self.config.token_budget, self.model.matmul_dtype, free_bytes(self.model.device)
-                )
+            if splits > 1:
+                chosen = num_wide_layers(self.model.lm.config)
+            elif (chosen := self.run.checkpoint_layers) is None:
+                chosen = self._layers_by_memory
             self.model.checkpoint_layers = frozenset(range(chosen))
 
     def _length(self, record: Record) -> int:
@@ -118,6 +119,7 @@ class ElasticTask:
 
     def _step(self, i: int, splits: int) -> StepReport:
         self.model.train()  # a cell may have called eval()
+        self._choose_checkpoint_layers(splits)
         self.optimizer.adamw.zero_grad(set_to_none=True)  # a cell may have called backward()
         rates = self.optimizer.rates_at(i, self.num_steps)
         epoch, indices = self.schedule.locate(i)

@@ -153,9 +153,8 @@ def estimates(model: MMJev) -> None:
         peak, seconds = peak_of(lambda task=task: task.step(1))  # type: ignore[misc]
         tokens = task.step(2).tokens
         say(f"step of {tokens:,} tokens, {layers} layers checkpointed: peak GiB; seconds", f"{peak:.1f}; {seconds:.2f}")
-    config = model.lm.config
     for free in (6, 12, 24, 48, 96):
-        chosen = backbone.layers_to_checkpoint(config, 6000, torch.bfloat16, free * GIB)
+        chosen = backbone.layers_to_checkpoint(model.lm, 6000, free * GIB)
         say(f"layers_to_checkpoint at {free} GiB free, 6,000 tokens", str(chosen))
 
 
@@ -164,19 +163,21 @@ def running_out(model: MMJev, folder: Path) -> None:
     records, losses = texts(64, 200), {}
     total = torch.cuda.get_device_properties(0).total_memory
     held = torch.cuda.memory_allocated()
-    for name, extra in (("no limit", None), ("12 GiB", 12), ("5 GiB", 5)):
+    for name, extra in (("no limit", None), ("12 GiB", 12), ("5 GiB", 5), ("2 GiB", 2)):
         fresh()
         torch.cuda.set_per_process_memory_fraction(1.0 if extra is None else min(1.0, (held + extra * GIB) / total))
         run = colabtrain.start(model, records, run_dir=folder / name.replace(" ", "-"), steps=4, checkpoint_layers=0, **OPTIONS)
         state = wait(run)
         events = Tail(run.folder / "diary.jsonl").new()
-        losses[name] = [event["loss"]["fast"] for event in events if event["event"] == "step"]
+        losses[name] = [event["loss"]["fast"] for event in events if event["event"] == "step" and event["loss"]]
         ooms = [event["splits"] for event in events if event["event"] == "oom"]
         lost = (torch.cuda.memory_allocated() - held) / GIB
         say(f"4 steps with {name} for a step: state; splits that failed", f"{state}; {ooms}")
+        say("  records set aside", str(sum(event["event"] == "set_aside" for event in events)))
+        run.free()
         say("  GiB more than before the run; peak GiB", f"{lost:.2f}; {torch.cuda.max_memory_allocated() / GIB:.1f}")
         if run.exception_text:
-            print(run.exception_text[-1500:])
+            print(run.exception_text[-300:])
     torch.cuda.set_per_process_memory_fraction(1.0)
     for name, values in losses.items():
         if len(values) == len(losses["no limit"]):
@@ -280,6 +281,7 @@ def main() -> None:
             part(model)
         except Exception:  # the other parts are worth having
             traceback.print_exc()
+        torch.cuda.set_per_process_memory_fraction(1.0)
     del model
     mixed(checkpoint)
 
