@@ -301,3 +301,25 @@ def test_an_evaluation_that_runs_out_of_memory_costs_no_training(tmp_path: Path)
     model.__class__ = Small
     assert start(tmp_path, model, eval_every=2).wait(SECONDS) == "finished"
     assert [event["step"] for event in events(tmp_path, "evaluation_failed")] == [2, 4, 5]
+
+
+# How many layers to recompute
+
+
+def test_layers_are_recomputed_as_memory_needs_and_all_of_them_in_a_retry() -> None:
+    from colabtrain.mmjev.backbone import layers_to_checkpoint, num_wide_layers
+
+    lm = MMJev.tiny(0).lm
+    assert num_wide_layers(lm.config) == 4  # of six; the last two read the keys of others
+    chosen = [layers_to_checkpoint(lm, 6000, free) for free in (None, 2**40, 2**29, 2**28, 2**27, 0)]
+    assert chosen[:2] == [0, 0] and chosen[-1] == 4
+    assert chosen[1:] == sorted(chosen[1:]) and len(set(chosen)) > 2
+
+    task = prepared()
+    task.step(2)
+    assert task.model.checkpoint_layers == frozenset()  # on the CPU none, unless a person says so
+    task.step(3, 2)
+    assert task.model.checkpoint_layers == frozenset(range(4))
+    task.run = RunConfig(steps=8, checkpoint_layers=2)
+    task.step(4)
+    assert task.model.checkpoint_layers == frozenset(range(2))

@@ -17,7 +17,12 @@ from colabtrain.elastic.batches import MASKED
 def logit_matrix(scores: Tensor, option_index: Tensor) -> Tensor:
     """scores [R], option_index [Q, K] -> logits [Q, K]; index R reads the constant 0, R + 1 the masked logit."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return torch.cat([scores, scores.new_tensor([0.0, MASKED])]).index_select(0, option_index.flatten()).view_as(option_index)
+    # made on the device: a number that travels to it stops the host
+    return (
+        torch.cat([scores, scores.new_zeros(1), scores.new_full((1,), MASKED)])
+        .index_select(0, option_index.flatten())
+        .view_as(option_index)
+    )
 
 
 def decision_parts(logits: Tensor, targets: Tensor, is_score: Tensor, with_rps: bool = False) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,17 +65,17 @@ class Optimizer:
     @torch.no_grad()
     def _update(self, skipped: Tensor) -> None:
         """All groups or none, and the scaler with them. The copy to fall back on is made where the activations were."""
-        states = (self.adamw.state[parameter] for parameter in self.parameters.values())
-        live: list[Tensor] = [*self.parameters.values(), *(state[name] for state in states for name in STATE_FIELDS)]
-        before = torch._foreach_mul(live, 1.0)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        states = [self.adamw.state[parameter] for parameter in self.parameters.values()]
+        live = [list(self.parameters.values()), *([state[name] for state in states] for name in STATE_FIELDS)]
+        before = [_joined(tensors) for tensors in live]
         # The switch that GradScaler.step() uses: the kernel leaves weights and state alone where it is 1.
         self.adamw.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
         try:
             self.adamw.step()
             self.scaler.update()
         except BaseException:
-            for tensor, value in zip(live, before, strict=True):
-                tensor.copy_(value)
+            for tensors, values in zip(live, before, strict=True):
+                _put_back(tensors, values)
             raise
         finally:
             del self.adamw.found_inf  # pyright: ignore[reportAttributeAccessIssue]
@@ -119,3 +119,19 @@ class Optimizer:
             mine[name].copy_(value)
         if meta["scaler"]:
             self.scaler.load_state_dict(dict(meta["scaler"]))
+
+
+def _joined(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+    """A copy, end to end, of those of each device and dtype: few kernels, whatever the number of tensors."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().reshape(-1))
+    return {kind: torch.cat(members) for kind, members in kinds.items()}
+
+
+def _put_back(tensors: Sequence[Tensor], joined: Mapping[tuple[torch.device, torch.dtype], Tensor]) -> None:
+    at = dict.fromkeys(joined, 0)
+    for tensor in tensors:
+        kind = (tensor.device, tensor.dtype)
+        tensor.copy_(joined[kind][at[kind] : at[kind] + tensor.numel()].view_as(tensor))
+        at[kind] += tensor.numel()

@@ -57,9 +57,10 @@ def embed(lm: Any, ids: Tensor) -> Tensor:
     return F.embedding(ids, table.weight).to(dtype) * table.embed_scale.to(dtype)
 
 
-def _per_layer_rows(lm: Any, ids: Tensor, like: Tensor) -> Tensor:
+def _per_layer_rows(lm: Any, packed: Packed, like: Tensor) -> Tensor:
     """Per-layer embeddings [1, T, L, P], looked up where the table is, on the device and in the dtype of `like`."""
-    rows = lm.get_per_layer_inputs(ids[None].to(lm.embed_tokens_per_layer.weight.device))
+    ids = packed.ids if lm.embed_tokens_per_layer.weight.device == packed.ids.device else packed.host_ids
+    rows = lm.get_per_layer_inputs(ids[None])
     return rows.to(like.device).to(like.dtype)  # in this order the narrow rows travel
 
 
@@ -142,7 +143,7 @@ def forward(
     config, layout = lm.config, packed.layout
     stream = _Stream(
         hidden=expand_altup(lm, embeds),
-        per_layer=lm.project_per_layer_inputs(embeds, _per_layer_rows(lm, packed.ids, embeds)),
+        per_layer=lm.project_per_layer_inputs(embeds, _per_layer_rows(lm, packed, embeds)),
         rope={kind: lm.rotary_emb(embeds, layout.position[None], kind) for kind in set(config.layer_types)},
         layout=layout,
         dropout=dropout,

@@ -128,11 +128,12 @@ def may_read(question: Tensor, option: Tensor, position: Tensor, siblings: bool,
 class Packed:
     """A batch as one row. layout: with all tokens; kept, text_layout: after the media tokens left (the same if none).
 
-    ids [T]; soft [num_media, hidden] goes to soft_at; latent_slots go to latent_at. segments: for each record the
-    number of branches of each question and whether it is a noul.
+    ids [T], host_ids the same on the CPU; soft [num_media, hidden] goes to soft_at; latent_slots go to latent_at.
+    segments: for each record the number of branches of each question and whether it is a noul.
     """
 
     ids: Tensor
+    host_ids: Tensor
     soft: Tensor | None
     soft_at: Tensor
     latent_slots: Tensor
@@ -172,6 +173,7 @@ def pack(plans: Sequence[Plan], first_slot: int = 0) -> Packed:
     latent_at = (slots >= 0).nonzero()[:, 0]
     return Packed(
         ids=ids,
+        host_ids=ids,
         soft=torch.cat(soft) if soft else None,
         soft_at=media.nonzero()[:, 0],
         latent_slots=slots[latent_at],
