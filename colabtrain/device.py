@@ -145,6 +145,13 @@ def memory_bytes() -> dict[str, int]:
     return memory
 
 
+def host_bytes_available() -> int | None:
+    """Bytes of memory that a new allocation of this process may take on the host; None where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def _ram_bytes() -> dict[str, int]:
     try:
         import resource

@@ -112,6 +112,15 @@ def same(loaded: MMJev, lm: Any) -> None:
     assert torch.equal(*states)
 
 
+def test_a_model_larger_than_the_host_is_refused_before_it_kills_the_kernel(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (device.host_bytes_available() or 2**30) > 2**20
+    monkeypatch.setattr(pretrained, "host_bytes_available", lambda: 100_000)
+    with pytest.raises(ValueError, match=r"takes 0.0 GB on the CPU, and 0.0 GB are free; .* choose a runtime with one"):
+        Pretrained.open(str(checkpoint))
+    monkeypatch.setattr(pretrained, "host_bytes_available", lambda: None)
+    assert Pretrained.open(str(checkpoint)).num_layers == 6
+
+
 # From a folder
 
 

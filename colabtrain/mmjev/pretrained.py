@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from colabtrain.config import SubnetConfig, check_subnets, default_subnets
-from colabtrain.device import free_bytes, precision
+from colabtrain.device import free_bytes, host_bytes_available, precision
 from colabtrain.mmjev import backbone
 from colabtrain.mmjev.hub_files import ModelAccessError, ModelFiles, safetensors_file
 from colabtrain.mmjev.model import NUM_LATENTS, MMJev, check_soft_tokens
@@ -106,6 +106,7 @@ class Pretrained:
                 f"{error}; a checkpoint has config.json, tokenizer.json, tokenizer_config.json and safetensors files"
             ) from error
         target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        _check_host_memory(name, config, target)
         table = None if ple_device is None else torch.device(ple_device)
         return cls(files, config, tokenizer, tokenizer.single("Yes"), tokenizer.single("No"), shards, target, table)
 
@@ -187,6 +188,19 @@ def _skeleton(config: Any) -> Any:
 
     with torch.device("meta"):
         return Gemma3nTextModel(config).eval()
+
+
+def _check_host_memory(name: str, config: Any, device: torch.device) -> None:
+    """A process that takes more than there is gets killed, with all that the kernel holds."""
+    if device.type != "cpu":
+        return
+    needed = sum(parameter.numel() for parameter in _skeleton(config).parameters()) * precision(device)[0].itemsize
+    available = host_bytes_available()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"{name} takes {needed / 1e9:.1f} GB on the CPU, and {available / 1e9:.1f} GB are free; there is no GPU in use: choose a "
+            "runtime with one (in Colab: Runtime, Change runtime type)"
+        )
 
 
 def _make_buffers(lm: Any, devices: Mapping[str, torch.device], default: torch.device) -> None:
