@@ -102,7 +102,8 @@ class Run:
             atexit.register(self._at_exit)
             self.thread.start()
         except BaseException:
-            self._let_go()
+            if self.thread not in threading.enumerate():  # an interrupt of start() leaves a thread that has begun alone
+                self._let_go()
             raise
 
     def _let_go(self) -> None:
