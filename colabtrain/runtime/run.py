@@ -195,11 +195,12 @@ class Run:
         if self._state not in ENDED:
             raise RuntimeError(f"the run is {self.state} at step {self.step:,}; stop it first: run.stop()")
         self._done.wait()
-        self._task = self.owned = None
-        self.identity = dict
+        self._task = self.owned = self._on_checkpoint = None
+        self.identity = None
         self._keeper.free()
         device.forget_last_error(__name__.partition(".")[0])
-        device.release_memory()
+        with contextlib.suppress(RuntimeError):  # of a device that is dead
+            device.release_memory()
 
     def _at_exit(self) -> None:
         """An interpreter that ends must not pull the floor from under a step in C++, nor lose what was trained."""
