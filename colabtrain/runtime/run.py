@@ -232,10 +232,15 @@ class Run:
             os._exit(EXIT_FOR_RESTART)
 
     def _fail(self, error: str, message: str) -> None:
-        saved = f"the newest checkpoint is of step {self.saved_step:,}" if self.saved_step else "there is no checkpoint"
-        again = "restart the runtime, then the same start() goes on" if self.needs_restart else "the same start() goes on"
+        if self.saved_step:
+            saved, then = f"the newest checkpoint is of step {self.saved_step:,}", "goes on from there"
+        elif found := checkpoint.listed(self._keeper.folder):
+            saved, then = f"the newest checkpoint, {found[0].name}, was not loaded", "tries again"
+        else:
+            saved, then = "there is no checkpoint", "starts anew"
+        again = f"restart the runtime, then the same start() {then}" if self.needs_restart else f"the same start() {then}"
         fields = {"error": error, "message": message, "traceback": self.exception_text, "saved_step": self.saved_step}
-        self._end("failed", f": {self.error_line}; {saved}; {again} from there", needs_restart=self.needs_restart, **fields)
+        self._end("failed", f": {self.error_line}; {saved}; {again}", needs_restart=self.needs_restart, **fields)
 
     def _end(self, state: State, why: str = "", **fields: Any) -> None:
         self.diary.write(state, f"{state} at step {self.step:,} of {self.num_steps:,}{why}", step=self.step, **fields)
