@@ -226,10 +226,10 @@ class Run:
             if self._state not in ENDED:
                 self._state = "failed"
             self._let_go()
+            if self.needs_restart and self.config.on_unrecoverable == "exit":
+                os._exit(EXIT_FOR_RESTART)  # before a thread that waits for the end goes on, and exits with another status
             self._controls.end()
             self._done.set()
-        if self.needs_restart and self.config.on_unrecoverable == "exit":
-            os._exit(EXIT_FOR_RESTART)
 
     def _fail(self, error: str, message: str) -> None:
         if self.saved_step:
