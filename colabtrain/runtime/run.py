@@ -54,7 +54,8 @@ class Run:
         on_checkpoint: Hook | None = None,
     ) -> None:
         """owned: what the task trains; two live runs of one model would destroy each other. identity: what is learned
-        (JSON), to tell whether another start() asks for the same. on_checkpoint(path, step): called after each save."""
+        (JSON), to tell whether another start() asks for the same; None: nobody knows before prepare().
+        on_checkpoint(path, step): called after each save."""
         self.folder = Path(folder).absolute()  # a cell may change the working directory
         self.step, self.num_steps = 0, 0
         self.exception_text: str | None = None  # the traceback
@@ -64,7 +65,7 @@ class Run:
         self.when_ended: list[Callable[[], None]] = []
         self.config = config
         self.owned = task if owned is None else owned
-        self.identity = identity or (lambda: {"task": f"{type(task).__name__} at {id(task):#x}"})
+        self.identity = identity
         self._task: Task | None = task
         self._resume_saved, self._on_checkpoint = resume, on_checkpoint
         self._state: State = "starting"  # written by the worker alone
@@ -140,9 +141,13 @@ class Run:
             raise RunFailed(self.exception_text)
         return self.state
 
+    def held_up_by_me(self) -> bool:
+        """Whether this very thread is the worker, or has borrowed from it, and so must not wait for it."""
+        return threading.current_thread() is self.thread or self._controls.parked_by_me()
+
     def _await_end(self, timeout: float | None) -> bool:
         """False if the run has not ended in time. A thread that holds up the run itself does not wait for it."""
-        if threading.current_thread() is self.thread or self._controls.parked_by_me():
+        if self.held_up_by_me():
             return True
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self._done.wait(max(0.0, min(WAIT_SECONDS, deadline - time.monotonic()))):
@@ -155,7 +160,7 @@ class Run:
     def checkpoint(self, wait: bool = False) -> int:
         """Save at the next step boundary; with wait, when that is done. Returns the step of the newest good checkpoint."""
         number = self._controls.ask_to_save()
-        if wait and threading.current_thread() is not self.thread and not self._controls.parked_by_me():
+        if wait and not self.held_up_by_me():
             self._controls.await_save(number)
         return self.saved_step
 
