@@ -216,6 +216,8 @@ class Run:
     def work(self) -> None:
         try:
             assert self._task is not None
+            if self.identity:
+                self.identity()  # now, for later: it must not be asked for the first time after a reload of modules
             with torch.enable_grad():  # grad mode is per thread; whatever the calling cell had does not hold here
                 self.diary.write("run_started", f"run {self.folder} started", pid=os.getpid(), torch=torch.__version__)
                 done = loop.train(self._task, self.diary, self._keeper, self.config, self, self._resume_saved)
