@@ -37,8 +37,8 @@ class Page:
                 return
 
     def send(self, code: str) -> str:
-        """Start a cell; its message id."""
-        return self.client.execute(code)
+        """Start a cell; its message id. Cells sent soon after one that failed are run too."""
+        return self.client.execute(code, stop_on_error=False)
 
     def ended(self, request: str) -> dict[str, Any]:
         """Wait for the end of the cell `request`; the content of its reply."""
