@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,24 +60,30 @@ def forget(error: BaseException) -> None:
 
 
 def forget_last_error(package: str) -> None:
-    """Drop what the interpreter and IPython keep of the last error, if its frames passed through `package`."""
-    last: Any = getattr(sys, "last_value", None)
-    if not (last and any(_passed_through(cause, package) for cause in causes(last))):
-        return
-    for name in ("last_exc", "last_value", "last_type", "last_traceback"):
-        if hasattr(sys, name):
-            delattr(sys, name)
+    """Drop what the interpreter and IPython keep of the last error, where its frames passed through `package`.
+
+    They keep it apart: after a syntax error in a cell, IPython still has the traceback of the error before.
+    """
     ipython = sys.modules.get("IPython")
     shell: Any = ipython.get_ipython() if ipython else None
-    if shell is not None and hasattr(shell, "InteractiveTB"):
-        for name in ("tb", "etype", "value"):
-            setattr(shell.InteractiveTB, name, None)
-    forget(last)
+    formatter: Any = getattr(shell, "InteractiveTB", None)
+    errors: list[Any] = [getattr(sys, "last_value", None), getattr(getattr(shell, "last_execution_result", None), "error_in_exec", None)]
+    ours = [error for error in errors if error is not None and _kept(package, error)]
+    if _kept(package, None, getattr(formatter, "tb", None)):
+        formatter.tb = None
+    if errors[0] in ours or _kept(package, None, getattr(sys, "last_traceback", None)):
+        for name in ("last_exc", "last_value", "last_type", "last_traceback"):
+            sys.__dict__.pop(name, None)
+    for error in ours:
+        forget(error)
 
 
-def _passed_through(error: BaseException, package: str) -> bool:
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").partition(".")[0] == package for frame, _ in frames)
+def _kept(package: str, error: BaseException | None, trace: TracebackType | None = None) -> bool:
+    """Whether `error`, what it was raised from, or `trace` holds frames of `package`."""
+    traces = [trace, *(cause.__traceback__ for cause in causes(error))]
+    return any(
+        frame.f_globals.get("__name__", "").partition(".")[0] == package for trace in traces for frame, _ in traceback.walk_tb(trace)
+    )
 
 
 def release_memory() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 from collections.abc import Iterator
 
+import kernel_page
 import pytest
 import torch
 
@@ -14,10 +13,5 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def own_event_loop() -> Iterator[None]:
-    """An event loop for jupyter_client, closed after the test; older ones leave theirs open, which fails a later test."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    yield
-    loop.close()
-    asyncio.set_event_loop(None)
-    gc.collect()
+    with kernel_page.own_event_loop():
+        yield

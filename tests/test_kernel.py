@@ -4,85 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from kernel_page import Page, kernel_page
 
 from colabtrain.mmjev.demo_data import help_desk
 
-jupyter_client = pytest.importorskip("jupyter_client")
 pytestmark = [pytest.mark.colab, pytest.mark.filterwarnings("default")]  # jupyter_client's own warnings are not ours
 
-SECONDS = 120.0  # the longest any single wait may take
 NUM_STEPS = 60
 
 
-class Page:
-    """What a notebook page knows: outputs by the cell's message, and the state of each widget."""
-
-    def __init__(self, client: Any) -> None:
-        self.client = client
-        self.widgets: dict[str, dict[str, Any]] = {}
-        self.heads: list[str] = []  # each text that the head of the view ever had
-        self.outputs: list[dict[str, Any]] = []
-
-    def listen(self, until: Callable[[dict[str, Any]], bool]) -> None:
-        """Take in messages until one (or what it changed) makes `until` true."""
-        deadline = time.monotonic() + SECONDS
-        while True:
-            message = self.client.get_iopub_msg(timeout=max(0.0, deadline - time.monotonic()))
-            self._take(message)
-            if until(message):
-                return
-
-    def run(self, code: str) -> str:
-        """Run a cell to its end; its result as text."""
-        request = self.client.execute(code)
-        self.listen(lambda m: m["parent_header"].get("msg_id") == request and m["content"].get("execution_state") == "idle")
-        reply = self.client.get_shell_msg(timeout=SECONDS)
-        assert reply["content"]["status"] == "ok", "\n".join(reply["content"].get("traceback", []))
-        results = [m for m in self.outputs if m["msg_type"] == "execute_result" and m["parent_header"]["msg_id"] == request]
-        return results[-1]["content"]["data"]["text/plain"] if results else ""
-
-    def click(self, text: str) -> None:
-        """What the page sends when the button `text` is clicked."""
-        button = next(key for key, state in self.widgets.items() if state.get("description") == text)
-        content = {"comm_id": button, "data": {"method": "custom", "content": {"event": "click"}}}
-        self.client.shell_channel.send(self.client.session.msg("comm_msg", content))
-
-    def wait_for_head(self, pattern: str) -> re.Match[str]:
-        if not (self.heads and re.search(pattern, self.heads[-1])):  # it may have come with what an earlier cell waited for
-            self.listen(lambda _: bool(self.heads and re.search(pattern, self.heads[-1])))
-        found = re.search(pattern, self.heads[-1])
-        assert found is not None
-        return found
-
-    def _take(self, message: dict[str, Any]) -> None:
-        kind, content = message["msg_type"], message["content"]
-        if kind in ("stream", "display_data", "execute_result", "error", "update_display_data", "clear_output"):
-            self.outputs.append(message)
-        if kind == "comm_open" or (kind == "comm_msg" and content["data"].get("method") == "update"):
-            state = content["data"]["state"]
-            self.widgets.setdefault(content["comm_id"], {}).update(state)
-            if "ct-top" in state.get("value", ""):
-                self.heads.append(state["value"])
-
-
 @pytest.fixture
-def page(tmp_path: Path, own_event_loop: None) -> Iterator[Page]:
-    root = str(Path(__file__).parents[1])
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": paths, "IPYTHONDIR": str(tmp_path / "ipython"), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
-    manager, client = jupyter_client.manager.start_new_kernel(kernel_name="python3", startup_timeout=SECONDS, env=env)
-    yield Page(client)
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
-    manager.cleanup_resources()
+def page(tmp_path: Path) -> Iterator[Page]:
+    with kernel_page(tmp_path) as page:
+        yield page
 
 
 def test_a_cell_trains_while_the_kernel_is_free(page: Page, tmp_path: Path):

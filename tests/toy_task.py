@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from colabtrain.task import StepReport
+from colabtrain.task import StepReport, inference
 
 
 class ToyTask:
@@ -44,3 +45,33 @@ class ToyTask:
 
     def fingerprint(self) -> dict[str, Any]:
         return {"mark": self.mark}
+
+
+class LentTask(ToyTask):
+    """One with a model to lend. Its dropout draws from the global generator, and `modes` has what mode each step ran in."""
+
+    def prepare(self) -> None:
+        self.modes: list[bool] = []
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(0.1)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def step(self, i: int, splits: int = 1) -> StepReport:
+        self.before_step(i)
+        self.modes.append(self.model.train().training)
+        self.sgd.zero_grad()
+        loss = (self.model(torch.randn(4, 3)) - 1).square().mean()
+        loss.backward()
+        self.sgd.step()
+        return StepReport(loss={"toy": loss})
+
+    def borrow(self) -> AbstractContextManager[nn.Module]:
+        return inference(self.model)
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        return {"trainable": dict(self.model.named_parameters()), "optimizer": {}}, {"mark": self.mark}
+
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(dict(tensors["trainable"]))

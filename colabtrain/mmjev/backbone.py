@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from colabtrain.config import SubnetConfig
-from colabtrain.mmjev.lora import ATTENTION_TARGETS, MLP_TARGETS, Dropout, LoRALinear, elastic_linear
+from colabtrain.mmjev.lora import ATTENTION_TARGETS, MLP_TARGETS, Dropout, elastic_linear
 from colabtrain.mmjev.packing import Layout, Packed
 
 USABLE_SHARE = 0.8  # of the free memory; the rest is for what is not counted
@@ -48,7 +48,7 @@ def matmul_dtype(lm: Any) -> torch.dtype:
 
 
 def _weight(projection: Any) -> Tensor:
-    return (projection.base_layer if isinstance(projection, LoRALinear) else projection).weight
+    return (projection if isinstance(projection, nn.Linear) else projection.base_layer).weight
 
 
 def embed(lm: Any, ids: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -98,14 +98,16 @@ def elastic_linear(
     module: nn.Module, x: Tensor, dropout: Dropout | None = None, rows: int | None = None, cols: int | None = None
 ) -> Tensor:
     """The linear layer's first `rows` outputs from its first `cols` inputs (None: all). Slices are views."""
-    base = module.base_layer if isinstance(module, LoRALinear) else module
+    # Told by what it is not: when this module is reloaded under a training, its adapters are of the class from before.
+    adapter = None if isinstance(module, nn.Linear) else cast(LoRALinear, module)
+    base = module if adapter is None else adapter.base_layer
     assert isinstance(base, nn.Linear)
     y = _product(x, base.weight[:rows, :cols], _bias(base, rows))
-    if isinstance(module, LoRALinear):
+    if adapter is not None:
         if dropout is not None:
-            x = dropout(x, module.columns[:cols])
-        low = F.linear(x, module.lora_A[:, :cols].to(x.dtype))
-        y = y + F.linear(low, module.lora_B[:rows].to(x.dtype)) * module.scaling
+            x = dropout(x, adapter.columns[:cols])
+        low = F.linear(x, adapter.lora_A[:, :cols].to(x.dtype))
+        y = y + F.linear(low, adapter.lora_B[:rows].to(x.dtype)) * adapter.scaling
     return y
 
 

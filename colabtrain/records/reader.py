@@ -33,7 +33,7 @@ def _read(source: Any, task: str | None, where: str) -> Iterator[Record]:
         for index, item in enumerate(cast(Sequence[Any], source)):
             if isinstance(item, (str, Path)):
                 yield from _read_jsonl(Path(item), task)
-            elif isinstance(item, (Mapping, Record)):
+            elif isinstance(item, Mapping) or all(hasattr(item, name) for name in Record.__slots__):
                 yield to_record(cast("Mapping[str, Any] | Record", item), f"{where}[{index}]", task or "data")
             else:
                 raise ValueError(f"{where}[{index}] is a {type(item).__name__}; give a record (mapping or Record) or a path")

@@ -80,7 +80,7 @@ def to_record(raw: Mapping[str, Any] | Record, where: str, default_task: str = "
 
     Raises ValueError that names the record, the question and the field, with the value and the remedy.
     """
-    if isinstance(raw, Record):
+    if not isinstance(raw, Mapping):  # not `is a Record`: after a reload of modules those from before are of another class
         raw = {name: getattr(raw, name) for name in Record.__slots__}
     who = where if raw.get("id") is None else f"{where} (id {raw['id']!r})"
     qs = _sequence(raw.get("qs"), f"{who}: qs", "questions")
@@ -142,7 +142,7 @@ def _seg(seg: Any, what: str) -> Seg:
         if unknown:
             raise ValueError(f"{what} has unknown fields {sorted(unknown)}; a segment has kind, data, audio and fps")
         seg = Seg(seg.get("kind", ""), seg.get("data"), seg.get("audio"), seg.get("fps"))
-    if not isinstance(seg, Seg):
+    if not all(hasattr(seg, name) for name in Seg.__slots__):
         raise ValueError(f"{what} is {_shown(seg)}; it must be a Seg or a mapping with kind and data")
     if seg.kind not in KINDS:
         raise ValueError(f"{what}: kind is {_shown(seg.kind)}; it must be one of {', '.join(KINDS)}")

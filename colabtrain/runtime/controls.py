@@ -16,17 +16,16 @@ POLL_SECONDS = 0.2  # how soon a paused run sees that a file came or went, and a
 
 
 class Controls:
-    """Requests to one worker. It is parked while it waits in the gate, and after its end."""
+    """Requests to one worker. In the gate it lends its task to one borrower at most; after its end anybody may have it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._changed = threading.Condition()  # guards what follows
         self._stop = self._pause = False
-        self._borrowers = 0
         self._saves_asked = self._saves_answered = 0
-        self._parked = self._ended = False
+        self._lent = self._ended = False
         self._turn = threading.RLock()  # one borrower at a time; a thread may borrow what it has borrowed
-        self._borrower: int | None = None  # its thread
+        self._borrower: int | None = None  # the thread that has the turn: it waits for the worker, or holds it
 
     # Asked by any thread
 
@@ -64,23 +63,23 @@ class Controls:
 
     @contextlib.contextmanager
     def parked(self) -> Generator[None]:
-        """Hold the worker between two steps for the time of the context."""
+        """Hold the worker between two steps for the time of the context. Between two such times it makes a step."""
         with self._turn:
-            outer = self._borrower
-            with self._changing():
-                self._borrowers += 1
-                self._borrower = threading.get_ident()
+            if self.parked_by_me():
+                yield
+                return
             try:
-                self._await(lambda: self._parked)
+                with self._changing():
+                    self._borrower = threading.get_ident()
+                self._await(lambda: self._lent or self._ended)
                 yield
             finally:
                 with self._changing():
-                    self._borrowers -= 1
-                    self._borrower = outer
+                    self._borrower, self._lent = None, False
 
     def parked_by_me(self) -> bool:
         """Whether this very thread holds the worker, and so must not wait for it."""
-        return self._borrower == threading.get_ident()
+        return self._lent and self._borrower == threading.get_ident()
 
     def _await(self, condition: Callable[[], bool]) -> None:
         with self._changed:
@@ -91,15 +90,14 @@ class Controls:
 
     def end(self) -> None:
         with self._changing():
-            self._parked = self._ended = True
+            self._ended = True
 
     def passed(self, before_pause: Callable[[], object], save: Callable[[], object], after_pause: Callable[[], object]) -> bool:
         """The gate: hold while paused or borrowed from, save when asked to; False when the run is to stop."""
         paused = False
         while True:
             self._answer(save)
-            with self._parking():
-                pass  # hold for those who borrow
+            self._lend()
             if self._stopping():
                 return False
             if not (self._pause or self._has_file("PAUSE")):
@@ -107,8 +105,9 @@ class Controls:
             if not paused:
                 paused = True
                 before_pause()
-            with self._parking():
-                self._changed.wait(POLL_SECONDS)
+            with self._changed:
+                if self._borrower is None:
+                    self._changed.wait(POLL_SECONDS)
         if paused:
             after_pause()
         return True
@@ -120,17 +119,21 @@ class Controls:
             with self._changing():
                 self._saves_answered = asked
 
-    @contextlib.contextmanager
-    def _parking(self) -> Generator[None]:
+    def _lend(self) -> None:
+        """Hold for the one who waits to borrow now, if any; the next one's turn is after a step, so that training goes on."""
         with self._changed:
-            self._parked = True
+            self._lent = self._borrower is not None
             self._changed.notify_all()
-            try:
-                yield
-            finally:
-                while self._borrowers:
-                    self._changed.wait()
-                self._parked = False
+            while self._lent and not self._turn_is_free():
+                self._changed.wait(POLL_SECONDS)
+            self._lent = False
+
+    def _turn_is_free(self) -> bool:
+        """An interrupt may hit a borrower before it could say that it is done; the lock is let go of all the same."""
+        if free := self._turn.acquire(blocking=False):
+            self._borrower = None
+            self._turn.release()
+        return free
 
     def _stopping(self) -> bool:
         if not self._stop and self.take_file("STOP"):

@@ -108,6 +108,8 @@ def evaluate(task: Task, diary: Diary, recorder: Recorder, step: int) -> None:
             text = fields.pop("text", "done")
             diary.write("evaluation", f"evaluation at step {step:,}: {text}", step=step, **fields)
     except Exception as error:
+        if is_dead(error):  # then training cannot go on either
+            raise
         text = f"the evaluation at step {step:,} failed: {type(error).__name__}: {error}; training goes on"
         diary.write("evaluation_failed", text, step=step, traceback=traceback.format_exc())
     else:

@@ -35,29 +35,47 @@ def launch(run: Run, replace: bool = False) -> Run:
     """Start `run`, or return the live run that does just the same in the same folder.
 
     Raises AlreadyRunning, naming the live run and the differences, where another one has the folder or the model;
-    with replace that one is stopped first.
+    with replace those are stopped first, unless one of them trains something else in this folder.
     """
     with _launching:
-        for other in live_runs():
-            same_folder = other.folder.resolve() == run.folder.resolve()
-            if not same_folder and other.owned is not run.owned:
-                continue
-            learned = differences(dict(other.identity()), dict(run.identity()), "the live run has")
-            lived = differences(dataclasses.asdict(other.config), dataclasses.asdict(run.config), "the live run has")
-            if same_folder and learned:
+        others = [other for other in live_runs() if _same_folder(other, run) or other.owned is run.owned]
+        for other in others:
+            if _same_folder(other, run) and (learned := _learned(other, run)):
                 raise AlreadyRunning(f"{other!r} trains something else in this folder ({learned}); stop it, and give another run_dir")
-            if replace:
-                _replace(other)
-            elif same_folder and not lived:
-                return other
-            else:
-                why = f"with other settings ({lived})" if same_folder else "and has this model"
+        if not replace:
+            for other in others:
+                if not (why := _conflict(other, run)):
+                    return other
                 raise AlreadyRunning(f"{other!r} is alive {why}; stop it first (run.stop()), or give replace=True to have it stopped")
+        for other in others:
+            _replace(other)
         run.launch()
         return run
 
 
+def _same_folder(other: Run, run: Run) -> bool:
+    return other.folder.resolve() == run.folder.resolve()
+
+
+def _learned(other: Run, run: Run) -> str:
+    """Where the two learn something else. Of Tasks that cannot say, the checkpoint's fingerprint tells it later."""
+    if other.identity and run.identity:
+        return differences(dict(other.identity()), dict(run.identity()), "the live run has")
+    return "" if other.identity is run.identity else "one has a Task of its own, the other has not"
+
+
+def _conflict(other: Run, run: Run) -> str:
+    """Why `other` cannot stand for `run`; empty if it can."""
+    if not _same_folder(other, run):
+        return "and has this model"
+    if lived := differences(dataclasses.asdict(other.config), dataclasses.asdict(run.config), "the live run has"):
+        return f"with other settings ({lived})"
+    return "" if run.identity or other.owned is run.owned else f"with another {type(other.owned).__name__}"
+
+
 def _replace(other: Run) -> None:
+    if other.held_up_by_me():
+        raise AlreadyRunning(f"{other!r} cannot be replaced from inside its own step, hook or borrow(); leave that first")
     other.diary.log("another start(replace=True) asks this run to stop")
     if (state := other.stop(timeout=REPLACE_SECONDS)) not in ENDED:
         raise AlreadyRunning(

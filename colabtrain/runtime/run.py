@@ -54,7 +54,8 @@ class Run:
         on_checkpoint: Hook | None = None,
     ) -> None:
         """owned: what the task trains; two live runs of one model would destroy each other. identity: what is learned
-        (JSON), to tell whether another start() asks for the same. on_checkpoint(path, step): called after each save."""
+        (JSON), to tell whether another start() asks for the same; None: nobody knows before prepare().
+        on_checkpoint(path, step): called after each save."""
         self.folder = Path(folder).absolute()  # a cell may change the working directory
         self.step, self.num_steps = 0, 0
         self.exception_text: str | None = None  # the traceback
@@ -64,7 +65,7 @@ class Run:
         self.when_ended: list[Callable[[], None]] = []
         self.config = config
         self.owned = task if owned is None else owned
-        self.identity = identity or (lambda: {"task": f"{type(task).__name__} at {id(task):#x}"})
+        self.identity = identity
         self._task: Task | None = task
         self._resume_saved, self._on_checkpoint = resume, on_checkpoint
         self._state: State = "starting"  # written by the worker alone
@@ -102,7 +103,8 @@ class Run:
             atexit.register(self._at_exit)
             self.thread.start()
         except BaseException:
-            self._let_go()
+            if self.thread not in threading.enumerate():  # an interrupt of start() leaves a thread that has begun alone
+                self._let_go()
             raise
 
     def _let_go(self) -> None:
@@ -139,9 +141,13 @@ class Run:
             raise RunFailed(self.exception_text)
         return self.state
 
+    def held_up_by_me(self) -> bool:
+        """Whether this very thread is the worker, or has borrowed from it, and so must not wait for it."""
+        return threading.current_thread() is self.thread or self._controls.parked_by_me()
+
     def _await_end(self, timeout: float | None) -> bool:
         """False if the run has not ended in time. A thread that holds up the run itself does not wait for it."""
-        if threading.current_thread() is self.thread or self._controls.parked_by_me():
+        if self.held_up_by_me():
             return True
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self._done.wait(max(0.0, min(WAIT_SECONDS, deadline - time.monotonic()))):
@@ -154,7 +160,7 @@ class Run:
     def checkpoint(self, wait: bool = False) -> int:
         """Save at the next step boundary; with wait, when that is done. Returns the step of the newest good checkpoint."""
         number = self._controls.ask_to_save()
-        if wait and threading.current_thread() is not self.thread and not self._controls.parked_by_me():
+        if wait and not self.held_up_by_me():
             self._controls.await_save(number)
         return self.saved_step
 
@@ -194,11 +200,12 @@ class Run:
         if self._state not in ENDED:
             raise RuntimeError(f"the run is {self.state} at step {self.step:,}; stop it first: run.stop()")
         self._done.wait()
-        self._task = self.owned = None
-        self.identity = dict
+        self._task = self.owned = self._on_checkpoint = None
+        self.identity = None
         self._keeper.free()
         device.forget_last_error(__name__.partition(".")[0])
-        device.release_memory()
+        with contextlib.suppress(RuntimeError):  # of a device that is dead
+            device.release_memory()
 
     def _at_exit(self) -> None:
         """An interpreter that ends must not pull the floor from under a step in C++, nor lose what was trained."""
@@ -209,6 +216,8 @@ class Run:
     def work(self) -> None:
         try:
             assert self._task is not None
+            if self.identity:
+                self.identity()  # now, for later: it must not be asked for the first time after a reload of modules
             with torch.enable_grad():  # grad mode is per thread; whatever the calling cell had does not hold here
                 self.diary.write("run_started", f"run {self.folder} started", pid=os.getpid(), torch=torch.__version__)
                 done = loop.train(self._task, self.diary, self._keeper, self.config, self, self._resume_saved)
@@ -224,16 +233,21 @@ class Run:
             if self._state not in ENDED:
                 self._state = "failed"
             self._let_go()
+            if self.needs_restart and self.config.on_unrecoverable == "exit":
+                os._exit(EXIT_FOR_RESTART)  # before a thread that waits for the end goes on, and exits with another status
             self._controls.end()
             self._done.set()
-        if self.needs_restart and self.config.on_unrecoverable == "exit":
-            os._exit(EXIT_FOR_RESTART)
 
     def _fail(self, error: str, message: str) -> None:
-        saved = f"the newest checkpoint is of step {self.saved_step:,}" if self.saved_step else "there is no checkpoint"
-        again = "restart the runtime, then the same start() goes on" if self.needs_restart else "the same start() goes on"
+        if self.saved_step:
+            saved, then = f"the newest checkpoint is of step {self.saved_step:,}", "goes on from there"
+        elif found := checkpoint.listed(self._keeper.folder):
+            saved, then = f"the newest checkpoint, {found[0].name}, was not loaded", "tries again"
+        else:
+            saved, then = "there is no checkpoint", "starts anew"
+        again = f"restart the runtime, then the same start() {then}" if self.needs_restart else f"the same start() {then}"
         fields = {"error": error, "message": message, "traceback": self.exception_text, "saved_step": self.saved_step}
-        self._end("failed", f": {self.error_line}; {saved}; {again} from there", needs_restart=self.needs_restart, **fields)
+        self._end("failed", f": {self.error_line}; {saved}; {again}", needs_restart=self.needs_restart, **fields)
 
     def _end(self, state: State, why: str = "", **fields: Any) -> None:
         self.diary.write(state, f"{state} at step {self.step:,} of {self.num_steps:,}{why}", step=self.step, **fields)
