@@ -141,14 +141,17 @@ class Diagnoses(Protocol):
 
 @contextlib.contextmanager
 def inference(module: nn.Module) -> Generator[nn.Module]:
-    """`module` in eval mode; each submodule's mode and each parameter's requires_grad come back exactly."""
+    """`module` in eval mode; each submodule's mode, each parameter's requires_grad and gradient come back exactly."""
     modes = [(part, part.training) for part in module.modules()]
-    learning = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    learning = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
     module.eval()
+    for parameter, _, _ in learning:
+        parameter.grad = None  # what a cell's backward() adds must not be added to a step's
     try:
         yield module
     finally:
         for part, mode in modes:
             part.training = mode
-        for parameter, requires_grad in learning:
+        for parameter, requires_grad, gradient in learning:
             parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient

@@ -144,5 +144,5 @@ def test_per_layer_rows_are_looked_up_where_the_table_is() -> None:
 
     weight = torch.empty(9, 8, device="meta")  # a device that is not the row's
     lm = SimpleNamespace(embed_tokens_per_layer=SimpleNamespace(weight=weight), get_per_layer_inputs=rows)
-    found = backbone._per_layer_rows(lm, torch.arange(3), torch.zeros(1))
+    found = backbone._per_layer_rows(lm, SimpleNamespace(ids=torch.arange(3), host_ids=torch.arange(3)), torch.zeros(1))
     assert asked == [torch.device("meta")] and found.device == torch.device("cpu") and found.dtype is torch.float32

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from colabtrain.config import SubnetConfig
-from colabtrain.mmjev.lora import ATTENTION_TARGETS, MLP_TARGETS, Dropout, elastic_linear
+from colabtrain.mmjev.lora import ATTENTION_TARGETS, MLP_TARGETS, Dropout, elastic_linear, plain
 from colabtrain.mmjev.packing import Layout, Packed
 
 USABLE_SHARE = 0.8  # of the free memory; the rest is for what is not counted
@@ -48,7 +48,7 @@ def matmul_dtype(lm: Any) -> torch.dtype:
 
 
 def _weight(projection: Any) -> Tensor:
-    return (projection if isinstance(projection, nn.Linear) else projection.base_layer).weight
+    return plain(projection).weight
 
 
 def embed(lm: Any, ids: Tensor) -> Tensor:
@@ -59,7 +59,8 @@ def embed(lm: Any, ids: Tensor) -> Tensor:
 
 def _per_layer_rows(lm: Any, packed: Packed, like: Tensor) -> Tensor:
     """Per-layer embeddings [1, T, L, P], looked up where the table is, on the device and in the dtype of `like`."""
-    ids = packed.ids if lm.embed_tokens_per_layer.weight.device == packed.ids.device else packed.host_ids
+    there = lm.embed_tokens_per_layer.weight.device
+    ids = packed.ids if there == packed.ids.device else packed.host_ids.to(there)
     rows = lm.get_per_layer_inputs(ids[None])
     return rows.to(like.device).to(like.dtype)  # in this order the narrow rows travel
 

@@ -98,10 +98,8 @@ def elastic_linear(
     module: nn.Module, x: Tensor, dropout: Dropout | None = None, rows: int | None = None, cols: int | None = None
 ) -> Tensor:
     """The linear layer's first `rows` outputs from its first `cols` inputs (None: all). Slices are views."""
-    # Told by what it is not: when this module is reloaded under a training, its adapters are of the class from before.
-    adapter = None if isinstance(module, nn.Linear) else cast(LoRALinear, module)
-    base = module if adapter is None else adapter.base_layer
-    assert isinstance(base, nn.Linear)
+    base: nn.Linear = plain(module)
+    adapter = None if base is module else cast(LoRALinear, module)
     y = _product(x, base.weight[:rows, :cols], _bias(base, rows))
     if adapter is not None:
         if dropout is not None:
@@ -159,23 +157,29 @@ def add_lora(lm: Any, r: int, alpha: float, mlp_from: int) -> dict[str, LoRALine
     `mlp_from` on, anew where another shape is there; r = 0 takes all away. Returns the adapters by full module name."""
     adapters: dict[str, LoRALinear] = {}
     for name, owner, target in _targets(lm, mlp_from):
-        module = getattr(owner, target)
-        if isinstance(module, LoRALinear) and (r == 0 or (len(module.lora_A), module.scaling) != (r, alpha / r)):
-            module = module.base_layer
-            setattr(owner, target, module)
-        if isinstance(module, nn.Linear) and r > 0:
-            module = LoRALinear(module, name, r, alpha)
-            setattr(owner, target, module)
-        if isinstance(module, LoRALinear):
+        module, base = getattr(owner, target), plain(getattr(owner, target))
+        if not isinstance(base, nn.Linear):
+            continue
+        if r == 0:
+            setattr(owner, target, base)
+        elif isinstance(module, LoRALinear) and (len(module.lora_A), module.scaling) == (r, alpha / r):
             adapters[name] = module
+        else:
+            adapters[name] = LoRALinear(base, name, r, alpha)
+            setattr(owner, target, adapters[name])
     return adapters
+
+
+def plain(module: Any) -> Any:
+    """The linear layer under an adapter, which is told by what it is not: when this module is reloaded under a training,
+    its adapters are of the class from before."""
+    return module if isinstance(module, nn.Linear) else getattr(module, "base_layer", module)
 
 
 def check_projections(lm: nn.Module) -> None:
     """Raise ValueError that names the first projection whose weight is no plain matrix, as 4-bit and 8-bit layers have."""
     for name, owner, target in _targets(lm):
-        module = getattr(owner, target)
-        base = module.base_layer if isinstance(module, LoRALinear) else module
+        base = plain(getattr(owner, target))
         if not isinstance(base, nn.Linear):
             raise ValueError(
                 f"{name} is of type {type(base).__name__}, not torch.nn.Linear; load the model without quantisation or adapters"
