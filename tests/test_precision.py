@@ -146,3 +146,13 @@ def test_per_layer_rows_are_looked_up_where_the_table_is() -> None:
     lm = SimpleNamespace(embed_tokens_per_layer=SimpleNamespace(weight=weight), get_per_layer_inputs=rows)
     found = backbone._per_layer_rows(lm, SimpleNamespace(ids=torch.arange(3), host_ids=torch.arange(3)), torch.zeros(1))
     assert asked == [torch.device("meta")] and found.device == torch.device("cpu") and found.dtype is torch.float32
+
+
+def test_a_run_may_go_on_in_the_precision_of_another_card() -> None:
+    """A T4 today, an L4 tomorrow: the fingerprint is the model's, not the precision's."""
+    model = MMJev.tiny(0)
+    model.lm.to(torch.bfloat16)
+    rounded = model.fingerprint()
+    model.lm.float()
+    assert model.to_mixed_precision().fingerprint() == rounded  # published weights are bf16: both cards start from these
+    assert MMJev.tiny(1).fingerprint()["weights"] != MMJev.tiny(0).fingerprint()["weights"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import json
@@ -20,12 +21,16 @@ from safetensors.torch import load_file, save_file
 from small_tokenizer import write_tokenizer
 from torch import nn
 
+import colabtrain
 from colabtrain import device
+from colabtrain.__main__ import main
 from colabtrain.mmjev import pretrained, tiny
+from colabtrain.mmjev.demo_data import help_desk
 from colabtrain.mmjev.hub_files import ModelAccessError
 from colabtrain.mmjev.model import MMJev
 from colabtrain.mmjev.pretrained import Pretrained, ple_fits
 from colabtrain.records.schema import Question, Seg
+from colabtrain.runtime.diary import Tail
 
 pytestmark = pytest.mark.colab
 
@@ -441,3 +446,43 @@ def test_a_full_disk_is_called_that(hub: list[str], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("huggingface_hub.file_download.http_get", no_space)
     with pytest.raises(ModelAccessError, match=r"the disk is full: model-00001-of-00004.safetensors of open/gemma does not fit"):
         opened.load()
+
+
+# Through start()
+
+
+def test_start_takes_a_name_and_loads_in_the_background(checkpoint: Path, tmp_path: Path) -> None:
+    """The weights come while the run is `starting`, shard by shard, in the log; the same cell again finds the same run."""
+    records = help_desk(12)
+    options = {"run_dir": tmp_path, "steps": 3, "batch_size": 4, "lora_r": 4, "display": False}
+    run = colabtrain.start(str(checkpoint), records, **options)
+    again = colabtrain.start(str(checkpoint), records, **options)
+    assert run.wait(120) == "finished" and (again is run or again.wait(120) == "finished")
+    lines = [event["text"] for event in Tail(tmp_path / "diary.jsonl").new() if event["event"] == "log"]
+    shards = [line for line in lines if line.startswith(f"loading {checkpoint}: shard")]
+    assert [line.split(": ")[1].split(",")[0] for line in shards[:6]] == [f"shard {i} of 3" for i in (1, 1, 2, 2, 3, 3)]
+    first_step = next(i for i, line in enumerate((tmp_path / "train.log").read_text().splitlines()) if "step 1/3" in line)
+    assert first_step > len(shards[:6])
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert (
+        main(
+            ["train", "--model", str(checkpoint), "--data", str(written(records, tmp_path)), "--run", str(tmp_path / "cli"), "--steps", "2"]
+        )
+        == 0
+    )
+
+
+def written(records: list[Any], folder: Path) -> Path:
+    path = folder / "desk.jsonl"
+    path.write_text("".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in records))
+    return path
+
+
+def test_start_refuses_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    records = help_desk(6)
+    with pytest.raises(ValueError, match="sub-network 'deep': exit_layer=7, but the model has 6"):
+        colabtrain.start(str(checkpoint), records, run_dir=tmp_path / "a", subnets={"deep": (0, 7)}, display=False)
+    photo = dataclasses.replace(records[0], state=(Seg("image", "a.jpg"),), modality="image", id="the-photo", split="train")
+    with pytest.raises(ValueError, match="record 'the-photo' of task 'help_desk': gemma cannot read a segment of kind 'image'"):
+        colabtrain.start(str(checkpoint), [*records, photo], run_dir=tmp_path / "a", display=False)
+    assert not (tmp_path / "a").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import colabtrain
 from colabtrain.elastic.task import ElasticTask
@@ -191,3 +193,29 @@ def test_soft_tokens_and_text_train_together(tmp_path: Path) -> None:
     run = colabtrain.start(colabtrain.MMJev.tiny(0), records, run_dir=tmp_path, display=False, steps=4, batch_size=4)
     assert run.wait(SECONDS) == "finished"
     assert all(value == value for value in run.history()["loss/fast"])
+
+
+def test_an_end_for_numbers_that_are_not_finite_names_the_module(tmp_path: Path) -> None:
+    model = colabtrain.MMJev.tiny(0)
+    with torch.no_grad():
+        model.lm.layers[1].laurel.linear_left.weight[0, 0] = float("nan")
+    run = colabtrain.start(model, help_desk(NUM_RECORDS), run_dir=tmp_path, display=False, **{**OPTIONS, "steps": 40})
+    with pytest.raises(
+        colabtrain.RunFailed, match=r"21 steps in a row .*the frozen parameter .*layers\.1\.laurel\.linear_left\.weight is not finite"
+    ):
+        run.wait(SECONDS)
+    assert run.step == 21 and len([event for event in events(tmp_path, "step") if event["skipped"]]) == 21
+
+
+def test_what_is_there_at_the_end(undisturbed: Path) -> None:
+    """Temperatures in the diary, the adapter in its folder, and how long it took in the log."""
+    (calibration,) = events(undisturbed, "calibration")
+    for report in calibration["results"].values():
+        assert report["overall"]["nll_after"] <= report["overall"]["nll_before"] + 1e-9
+    model = colabtrain.MMJev.tiny(0)
+    model.configure(model.default_subnets(), 16, 32.0)
+    about = colabtrain.load_adapter(model, undisturbed / "adapter")
+    assert about["temperatures"] == calibration["results"]
+    saved = {name: tensor for name, tensor in load_file(undisturbed / "checkpoints/step-00000014/trainable.safetensors").items()}
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in model.trainable().items())
+    assert re.search(r" done in \d+ s\n.* finished at step 14 of 14", (undisturbed / "train.log").read_text())

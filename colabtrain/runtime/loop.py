@@ -62,8 +62,8 @@ def steps(task: Task, keeper: Keeper, recorder: Recorder, config: RunConfig, gat
             started = time.perf_counter()
             report = retry.step(step)
             step += 1
-            recorder.add(step, report, time.perf_counter() - started)
             gate.reached(step, task.num_steps)
+            recorder.add(step, report, time.perf_counter() - started)
             if keeper.due(step):
                 keeper.save(step, recorder)
             if config.eval_every and step % config.eval_every == 0 and step < task.num_steps:
