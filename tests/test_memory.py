@@ -206,6 +206,13 @@ def test_a_batch_that_does_not_fit_is_trained_in_halves(shape: str, undisturbed:
     assert not events(tmp_path, "set_aside")
 
 
+def test_many_retries_do_not_flood_the_log(tmp_path: Path) -> None:
+    assert start(tmp_path, scarce(lambda slots, call: len(slots) <= 2), steps=52, max_eval_records=1).wait(SECONDS) == "finished"
+    ooms = events(tmp_path, "oom")
+    assert len(ooms) == 52 and [i + 1 for i, event in enumerate(ooms) if "text" in event] == [1, 2, 3, 4, 5, 50]
+    assert "That is 5 times: a smaller batch_size or token_budget would save the failed tries" in ooms[4]["text"]
+
+
 def test_a_due_checkpoint_is_not_skipped(tmp_path: Path) -> None:
     run = start(tmp_path, scarce(lambda slots, call: len(slots) <= 2), checkpoint_every=1)
     assert run.wait(SECONDS) == "finished"

@@ -33,10 +33,11 @@ class Recorder:
         self._pending: list[tuple[int, StepReport, float]] = []
         self._first, self._skipped_in_a_row = True, 0
 
-    def count(self, name: str) -> None:
+    def count(self, name: str) -> int:
         """Count what happened beside the steps: out_of_memory, set_aside. Steps before it are written before it."""
         self.flush()
         self.totals[name] += 1
+        return self.totals[name]
 
     def add(self, step: int, report: StepReport, seconds: float) -> None:
         """Take the report of update `step` (1-based), which took the host `seconds`.

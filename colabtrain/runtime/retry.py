@@ -15,6 +15,7 @@ from colabtrain.task import Divides, StepReport, Task
 
 MAX_SPLITS = 64  # for a Task that cannot say how many items a step has
 MAX_EMPTY_IN_A_ROW = 3  # steps of which no item fits
+SAID, SAID_EVERY = 5, 50  # times out of memory that reach the log: the first ones, then some
 MAX_LOST_BYTES = 2 * 2**30  # accelerator memory that a failed attempt may keep
 
 
@@ -50,20 +51,17 @@ class Retry:
         return failure
 
     def _say(self, i: int, splits: int, next_splits: int, failure: str, items: list[dict[str, Any]]) -> None:
-        self.recorder.count("out_of_memory")
+        times = self.recorder.count("out_of_memory")
         tasks = ", ".join(dict.fromkeys(str(item["task"]) for item in items if "task" in item))
         tokens = sum(item.get("tokens", 0) for item in items)
         what = f" ({len(items)} items of {tasks}; {tokens:,} tokens)" if items else ""
         then = f"trying again in {next_splits} parts" if next_splits else "it has no smaller parts"
-        self.recorder.diary.write(
-            "oom",
-            f"step {i + 1:,}: out of memory in {splits} part{'s' * (splits > 1)}{what}; {then}",
-            step=i + 1,
-            splits=splits,
-            error=failure,
-            items=items,
-            memory=device.memory_bytes(),
-        )
+        text = f"step {i + 1:,}: out of memory in {splits} part{'s' * (splits > 1)}{what}; {then}"
+        if times == SAID:
+            text += f". That is {SAID} times: a smaller batch_size or token_budget would save the failed tries. From here on every {SAID_EVERY}th is said"
+        said = times <= SAID or times % SAID_EVERY == 0
+        fields = {"step": i + 1, "splits": splits, "error": failure, "items": items, "memory": device.memory_bytes()}
+        self.recorder.diary.write("oom", text if said else None, **fields)
 
     def _set_aside(self, i: int) -> bool:
         item = self.task.set_aside(i) if isinstance(self.task, Divides) else None
