@@ -58,7 +58,8 @@ class Retry:
         then = f"trying again in {next_splits} parts" if next_splits else "it has no smaller parts"
         text = f"step {i + 1:,}: out of memory in {splits} part{'s' * (splits > 1)}{what}; {then}"
         if times == SAID:
-            text += f". That is {SAID} times: a smaller batch_size or token_budget would save the failed tries. From here on every {SAID_EVERY}th is said"
+            text += f". That is {SAID} times: a smaller batch_size or token_budget would save the failed tries"
+            text += f"; from here on every {SAID_EVERY}th is said"
         said = times <= SAID or times % SAID_EVERY == 0
         fields = {"step": i + 1, "splits": splits, "error": failure, "items": items, "memory": device.memory_bytes()}
         self.recorder.diary.write("oom", text if said else None, **fields)
