@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import perturbed_model
 
 from colabtrain.config import SubnetConfig, TrainConfig
 from colabtrain.elastic import objective
@@ -192,14 +193,7 @@ def test_golden_section(place: float) -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> MMJev:
-    model = MMJev.tiny()
-    model.configure(model.default_subnets(), lora_r=4, lora_alpha=8.0)
-    model.reset_trainable(0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.trainable().values():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return perturbed_model()
 
 
 def wide(num_options: int) -> Record:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import perturbed_model
 from torch import Tensor
 
 from colabtrain.config import SubnetConfig, TrainConfig
@@ -24,14 +25,7 @@ HEALTHY = "not reproduced: the weights, and all outputs and gradients of this ba
 
 @pytest.fixture(scope="module")
 def made() -> MMJev:
-    model = MMJev.tiny()
-    model.configure(model.default_subnets(), lora_r=4, lora_alpha=8.0)
-    model.reset_trainable(0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.trainable().values():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return perturbed_model()
 
 
 @pytest.fixture

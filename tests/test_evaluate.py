@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import perturbed_model
 
 from colabtrain.config import SubnetConfig, TrainConfig
 from colabtrain.elastic.evaluate import Outcome, baselines, evaluate, grouped, outcome, priors, summary
@@ -134,15 +135,7 @@ def test_baselines_know_nothing_of_held_out_targets() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> MMJev:
-    """A tiny model whose LoRA, heads and latents are all away from their start."""
-    model = MMJev.tiny()
-    model.configure(model.default_subnets(), lora_r=4, lora_alpha=8.0)
-    model.reset_trainable(0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.trainable().values():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return perturbed_model()
 
 
 def test_evaluate_counts_every_question_once(trained: MMJev) -> None:

@@ -17,12 +17,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from helpers import Halt, events
 from toy_task import LentTask, ToyTask
 
 import colabtrain
 from colabtrain.mmjev.demo_data import help_desk
 from colabtrain.runtime import checkpoint, controls
-from colabtrain.runtime.diary import Diary, Tail
+from colabtrain.runtime.diary import Diary
 from colabtrain.runtime.lock import AlreadyRunning
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.retry import NeedsRestart, Retry
@@ -38,24 +39,8 @@ def start(task: ToyTask, folder: Path, **options: Any) -> Run:
     return colabtrain.start(task=task, run_dir=folder, display=False, **options)
 
 
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [event for event in Tail(folder / "diary.jsonl").new() if event["event"] == name]
-
-
 def losses(folder: Path) -> list[Any]:
     return [[event["step"], event["loss"], event.get("grad_norm")] for event in events(folder, "step")]
-
-
-class Halt:
-    """Holds the worker before step `at` until let go."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.reached, self.go = at, threading.Event(), threading.Event()
-
-    def __call__(self, i: int) -> None:
-        if i == self.at:
-            self.reached.set()
-            assert self.go.wait(SECONDS)
 
 
 def raising(at: int, error: Exception) -> Callable[[int], None]:

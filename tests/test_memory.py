@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import events
 
 import colabtrain
 from colabtrain import device
@@ -17,7 +18,6 @@ from colabtrain.elastic.task import ElasticTask
 from colabtrain.mmjev.demo_data import help_desk
 from colabtrain.mmjev.model import MMJev
 from colabtrain.records.selection import select
-from colabtrain.runtime.diary import Tail
 from colabtrain.runtime.retry import MAX_SPLITS
 
 SECONDS = 120.0
@@ -147,10 +147,6 @@ def test_a_step_that_fails_anywhere_leaves_nothing_half_done(place: str, fp16: b
 def start(folder: Path, model: MMJev | None = None, **options: Any) -> colabtrain.Run:
     options = {**OPTIONS, "steps": 5, "run_dir": folder, "display": False, "log_every": 1, **options}
     return colabtrain.start(model or MMJev.tiny(0), help_desk(24), **options)
-
-
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [event for event in Tail(folder / "diary.jsonl").new() if event["event"] == name]
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Halt, events
 from toy_task import ToyTask
 
 import colabtrain
 from colabtrain.runtime import checkpoint, keeper
-from colabtrain.runtime.diary import Diary, Tail
+from colabtrain.runtime.diary import Diary
 from colabtrain.runtime.lock import AlreadyRunning
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.run import Run, RunFailed
@@ -31,22 +32,6 @@ SECONDS = 30.0  # far more than anything here takes; a wait that long is a failu
 
 def start(task: ToyTask, folder: Path, **options: Any) -> Run:
     return colabtrain.start(task=task, run_dir=folder, display=False, **options)
-
-
-def events(folder: Path, name: str | None = None) -> list[dict[str, Any]]:
-    return [event for event in Tail(folder / "diary.jsonl").new() if name in (None, event["event"])]
-
-
-class Halt:
-    """Holds the worker before step `at` until let go, so that a test acts at a known step."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.reached, self.go = at, threading.Event(), threading.Event()
-
-    def __call__(self, i: int) -> None:
-        if i == self.at:
-            self.reached.set()
-            assert self.go.wait(SECONDS)
 
 
 def until(condition: Callable[[], bool], run: Run) -> None:

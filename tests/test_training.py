@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import events
 from safetensors.torch import load_file
 
 import colabtrain
@@ -36,10 +37,6 @@ NUM_RECORDS = 30  # 22 to train on: an epoch is 8 batches, so 14 steps cross int
 def start(folder: Path, **options: Any) -> colabtrain.Run:
     model = colabtrain.MMJev.tiny(0)
     return colabtrain.start(model, help_desk(NUM_RECORDS), run_dir=folder, display=False, **{**OPTIONS, **options})
-
-
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [event for event in Tail(folder / "diary.jsonl").new() if event["event"] == name]
 
 
 def numbers(folder: Path) -> dict[int, Any]:

@@ -1,0 +1,43 @@
+"""What several tests need: a run's events, a worker held at a known step, a model away from its start."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colabtrain.mmjev.model import MMJev
+from colabtrain.runtime.diary import Tail
+
+HOLD_SECONDS = 60.0  # far more than anything here takes; a wait that long is a failure
+
+
+def events(folder: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """The events of a run's diary, all or those called `name`."""
+    return [event for event in Tail(folder / "diary.jsonl").new() if name in (None, event["event"])]
+
+
+class Halt:
+    """Holds the worker before step `at` until let go, so that a test acts at a known step."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.reached, self.go = at, threading.Event(), threading.Event()
+
+    def __call__(self, i: int) -> None:
+        if i == self.at:
+            self.reached.set()
+            assert self.go.wait(HOLD_SECONDS)
+
+
+def perturbed_model() -> MMJev:
+    """A tiny model whose LoRA, heads and latents are all away from their start."""
+    model = MMJev.tiny()
+    model.configure(model.default_subnets(), lora_r=4, lora_alpha=8.0)
+    model.reset_trainable(0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.trainable().values():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model
