@@ -101,7 +101,8 @@ def mixed_records() -> list[Record]:
     """Eight records of very different lengths and numbers of questions."""
     wide = Question(type="choice", instructions="which number", criteria={str(k): None for k in range(12)})
     records = help_desk(7)
-    long = Record("t", "train", "text", (Seg("text", "word " * 90),), (wide,), (tuple(1 / 12 for _ in range(12)),), (0,), "long")
+    records[0] = dataclasses.replace(records[0], state=(Seg("text", "short"),))
+    long = Record("t", "train", "text", (Seg("text", "word " * 300),), (wide,), (tuple(1 / 12 for _ in range(12)),), (0,), "long")
     return [*records[:4], long, *records[4:]]
 
 
