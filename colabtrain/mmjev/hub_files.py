@@ -28,6 +28,8 @@ class ModelFiles:
     """
 
     def __init__(self, name: str, token: str | None = None, revision: str | None = None) -> None:
+        if not name.strip():
+            raise ValueError(f"the name of the model is {name!r}; give a folder, or one on the Hub such as google/gemma-3n-E4B-it")
         self.name, self.revision = name, revision
         self.folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else None
         self._token = "" if self.folder else (token or huggingface_hub.get_token() or "").strip()

@@ -259,9 +259,10 @@ def check_soft_tokens(state: Sequence[Seg], hidden_size: int, name: str) -> None
     for seg in state:
         if seg.kind == "text":
             continue
-        if not isinstance(seg.data, Tensor) or seg.data.dim() != 2 or seg.data.shape[1] != hidden_size:
+        soft = seg.data if isinstance(seg.data, Tensor) and seg.data.is_floating_point() else torch.zeros(0)
+        if soft.dim() != 2 or soft.shape[1] != hidden_size:
             raise ValueError(
-                f"{name} cannot read a segment of kind {seg.kind!r} from {str(seg.data)[:60]!r}; give a tensor of soft tokens "
+                f"{name} cannot read a segment of kind {seg.kind!r} from {str(seg.data)[:60]!r}; give a float tensor of soft tokens "
                 f"[num_tokens, {hidden_size}], or train on text alone with modalities=('text',)"
             )
         check_magnitudes(seg.data, f"the soft tokens of a segment of kind {seg.kind!r}")

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 
+SHOWN = 200  # characters of a path in an error
+
+
 class AlreadyRunning(RuntimeError):
     """The run folder, or the model, is in use by a live run."""
 
@@ -21,9 +24,16 @@ class FolderLock:
         self._file: Any = None
 
     def take(self) -> bool:
-        """Lock; False where the system has no such locks. Raises AlreadyRunning if another run has the folder."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+")
+        """Lock; False where the system has no such locks. Raises AlreadyRunning if another run has the folder,
+        ValueError where it cannot be one."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.open("a+")
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            where = repr(str(self.path.parent))
+            where = where if len(where) <= SHOWN else f"{where[:SHOWN]}..."
+            raise ValueError(f"run_dir: the folder {where} cannot be made or written to ({why}); give another one") from None
         try:
             fcntl = importlib.import_module("fcntl")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
