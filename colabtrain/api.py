@@ -143,7 +143,13 @@ def _check_own_task(task: Any, jev: Any, data: Any, options: Mapping[str, Any], 
         raise ValueError(f"{type(task).__name__}.step does not take (i, splits); define it as step(self, i, splits=1)") from None
     if any(isinstance(given, TrainConfig) for given in (config if isinstance(config, (tuple, list)) else (config,))):
         raise ValueError("config= has a TrainConfig and is given together with task=; a Task decides that itself, give a RunConfig")
-    not_ours = {item.name for item in dataclasses.fields(TrainConfig)} | {"steps", "epochs", "max_eval_records", "checkpoint_layers", "adapter_dir"}
+    not_ours = {item.name for item in dataclasses.fields(TrainConfig)} | {
+        "steps",
+        "epochs",
+        "max_eval_records",
+        "checkpoint_layers",
+        "adapter_dir",
+    }
     not_ours |= {"init", "exclude"}
     if ignored := sorted(name for name in not_ours & set(options) if options[name] is not None):
         raise ValueError(f"{ignored[0]}={options[ignored[0]]!r} is given together with task=; a Task decides that itself")
@@ -183,7 +189,7 @@ def _model(jev: Any) -> Any:
 
 
 def _named(name: str) -> Pretrained:
-    if not Path(name).expanduser().is_dir() and "/" not in name or not name.strip():
+    if (not Path(name).expanduser().is_dir() and "/" not in name) or not name.strip():
         raise ValueError(f"jev={name!r} is no folder here and no name on the Hub; give 'tiny', a folder, or owner/name of a Gemma 3n")
     return Pretrained.open(name)
 

@@ -134,7 +134,8 @@ class TrainConfig:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         if isinstance(self.subnets, Mapping):
-            if unnamed := [name for name in self.subnets if not isinstance(name, str) or not name]:
+            names: list[Any] = list(self.subnets)
+            if unnamed := [name for name in names if not isinstance(name, str) or not name]:
                 raise ValueError(f"subnets={self.subnets!r} has the name {unnamed[0]!r}; a name must be a string that is not empty")
             object.__setattr__(self, "subnets", {name: as_subnet(name, fc) for name, fc in self.subnets.items()})
         check_types(self)
@@ -176,7 +177,7 @@ def check_types(config: Any) -> None:
     hints = get_type_hints(type(config))
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if isinstance(value, numbers.Real) and type(value) not in (int, float, bool):  # numpy's numbers
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy's numbers
             value = int(value) if isinstance(value, numbers.Integral) else float(value)
             object.__setattr__(config, item.name, value)
         if not _is_a(value, hints[item.name]):

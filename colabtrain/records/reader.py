@@ -72,7 +72,9 @@ def _parse(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         raw = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8 text ({error.reason} at its byte {error.start}); give JSONL saved as UTF-8, not compressed") from None
+        raise ValueError(
+            f"{where} is not UTF-8 text ({error.reason} at its byte {error.start}); give JSONL saved as UTF-8, not compressed"
+        ) from None
     except json.JSONDecodeError as error:
         what = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise ValueError(f"{where} is not JSON ({what}); one record a line is wanted, on one line of its own") from None

@@ -235,7 +235,7 @@ def _target(target: Any, y: Any, num_options: int, name: str, from_ys: bool) -> 
     if len(values) != num_options:
         raise ValueError(f"{name}: targets has {len(values)} probabilities for {num_options} options; give one an option, in option order")
     for value in values:
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value <= MAX_PROBABILITY:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= MAX_PROBABILITY:
             raise ValueError(f"{name}: targets contains {value!r}; probabilities are finite numbers of at least 0")
     total = float(sum(values))
     if abs(total - 1.0) > SUM_TOLERANCE:
@@ -250,7 +250,7 @@ def _answer(y: Any, target: tuple[float, ...], name: str, from_targets: bool) ->
 
 
 def _index(y: Any, num_options: int, name: str) -> int:
-    if not isinstance(y, numbers.Integral) or isinstance(y, bool) or not 0 <= int(y) < num_options:
+    if isinstance(y, bool) or not isinstance(y, numbers.Integral) or not 0 <= int(y) < num_options:
         raise ValueError(f"{name}: ys is {_shown(y)}; it must be the index of the answer, 0 to {num_options - 1}")
     return int(y)
 

@@ -35,9 +35,10 @@ def launch(run: Run, replace: bool = False) -> Run:
     """Start `run`, or return the live run that does just the same in the same folder.
 
     Raises AlreadyRunning, naming the live run and the differences, where another one has the folder or the model;
-    with replace that one is stopped first.
+    with replace that one is stopped first, once nothing else is seen to be wrong. Raises ValueError as Run.check().
     """
     with _launching:
+        in_the_way: list[Run] = []
         for other in live_runs():
             same_folder = other.folder.resolve() == run.folder.resolve()
             if not same_folder and other.owned is not run.owned:
@@ -46,13 +47,18 @@ def launch(run: Run, replace: bool = False) -> Run:
             lived = differences(dataclasses.asdict(other.config), dataclasses.asdict(run.config), "the live run has")
             if same_folder and learned:
                 raise AlreadyRunning(f"{other!r} trains something else in this folder ({learned}); stop it, and give another run_dir")
-            if replace:
-                _replace(other)
+            if replace and (run.resumes or not same_folder):
+                in_the_way.append(other)
+            elif replace:
+                raise ValueError(f"resume=False, but {other!r} saves in this folder when it is replaced; give another run_dir")
             elif same_folder and not lived:
                 return other
             else:
                 why = f"with other settings ({lived})" if same_folder else "and has this model"
                 raise AlreadyRunning(f"{other!r} is alive {why}; stop it first (run.stop()), or give replace=True to have it stopped")
+        run.check()
+        for other in in_the_way:
+            _replace(other)
         run.launch()
         return run
 
