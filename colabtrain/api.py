@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from colabtrain.compat import translate
-from colabtrain.config import RunConfig, TrainConfig, split_options
+from colabtrain.config import RunConfig, TrainConfig, as_path, split_options
 from colabtrain.elastic.own_model import OwnModel
 from colabtrain.elastic.task import ElasticTask
 from colabtrain.mmjev import adapter_files
@@ -121,13 +120,6 @@ def _check_takes(function: Any, name: str, arguments: str) -> None:
         return  # some built-in functions do not say what they take
 
 
-def _check_path(value: Any, name: str, remedy: str) -> Path:
-    if not isinstance(value, (str, os.PathLike)) or not str(value).strip():  # pyright: ignore[reportUnknownArgumentType]
-        what = "is empty" if isinstance(value, str) else f"is a {type(value).__name__}, which is no path"
-        raise ValueError(f"{name}={repr(value)[:80]} {what}; {remedy}")
-    return Path(os.fspath(value)).expanduser()
-
-
 def _check_own_task(task: Any, jev: Any, data: Any, options: Mapping[str, Any], config: Any) -> None:
     if isinstance(task, type):
         raise ValueError(f"task is the class {task.__name__}; give an object made from it, such as task={task.__name__}()")
@@ -170,7 +162,7 @@ def _elastic_task(
 
 def _init(init: Any, model: Any, train: TrainConfig) -> Callable[[Any], object]:
     """What sets a model to the adapter `init`, which is read here once to see whether it will fit."""
-    path = _check_path(init, "init", "give the path of an adapter folder, a checkpoint or a .pt file")
+    path = as_path(init, "init", "give the path of an adapter folder, a checkpoint or a .pt file")
     if isinstance(model, OwnModel):
         raise ValueError(f"init={str(init)!r} is for an MMJev; set the trained parts of a {model.name} yourself, before start()")
     if not path.exists():
@@ -197,7 +189,7 @@ def _named(name: str) -> Pretrained:
 def _folder(run_dir: Any, jev: Any, data: Any) -> Path:
     if run_dir is None:
         return default_folder(jev, data)
-    return _check_path(run_dir, "run_dir", f"name a folder, or leave it out for {str(default_folder(jev, data))!r}")
+    return as_path(run_dir, "run_dir", f"name a folder, or leave it out for {str(default_folder(jev, data))!r}")
 
 
 def default_folder(jev: Any, data: Any) -> Path:

@@ -177,7 +177,7 @@ def check_types(config: Any) -> None:
     hints = get_type_hints(type(config))
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy's numbers
+        if not isinstance(value, bool) and isinstance(value, numbers.Real):  # numpy's numbers
             value = int(value) if isinstance(value, numbers.Integral) else float(value)
             object.__setattr__(config, item.name, value)
         if not _is_a(value, hints[item.name]):
@@ -261,6 +261,14 @@ def settings(config: Any) -> dict[str, Any]:
     if subnets := values.get("subnets"):
         values["subnets"] = {name: {field: getattr(fc, field) for field in SUBNET_FIELDS} for name, fc in subnets.items()}
     return values
+
+
+def as_path(value: Any, name: str, remedy: str) -> Path:
+    """`value` as a path, ~ expanded. Raises ValueError naming it `name` where it is none, or empty."""
+    if not isinstance(value, (str, Path)) or not str(value).strip():
+        what = "is empty" if isinstance(value, str) else f"is a {type(value).__name__}, which is no path"
+        raise ValueError(f"{name}={repr(value)[:80]} {what}; {remedy}")
+    return Path(value).expanduser()
 
 
 def check_subnets(subnets: Mapping[str, SubnetConfig], **most: int | None) -> None:

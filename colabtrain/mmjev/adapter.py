@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from colabtrain.config import SUBNET_FIELDS, SubnetConfig
+from colabtrain.config import SUBNET_FIELDS, SubnetConfig, as_path
 from colabtrain.mmjev.adapter_files import ABOUT, CONFIG, EXTRAS, WEIGHTS, read
 from colabtrain.mmjev.model import MMJev, check_magnitudes
 
@@ -42,7 +42,8 @@ def save_adapter(
     for values that load_adapter() would refuse, for sub-networks other than the heads, and for a folder that holds
     anything but an adapter; OSError if the disk fails, and then an older adapter is still whole.
     """
-    folder = Path(folder).resolve()
+    _check_model(model)
+    folder = as_path(folder, "folder", "name the folder of the adapter").resolve()
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.trainable().items()}
     _check_values(tensors, model.name)
     texts = {CONFIG: _peft_config(model), ABOUT: _about(model, temperatures or {}, subnets)}
@@ -73,7 +74,8 @@ def load_adapter(model: MMJev, path: str | Path) -> dict[str, Any]:
     subnets, temperatures), {} where there is none. Raises FileNotFoundError, or ValueError naming the tensors that are
     missing, extra, misshapen, not finite or zero, or why the file is refused; the model is then unchanged.
     """
-    path = Path(path)
+    _check_model(model)
+    path = as_path(path, "path", "give the folder of an adapter or of a checkpoint, or a .pt file")
     found = read(path)
     if found.alpha is not None:
         _check_alpha(model, found.alpha, path)
@@ -84,11 +86,17 @@ def load_adapter(model: MMJev, path: str | Path) -> dict[str, Any]:
 @torch.no_grad()
 def take_tensors(model: Any, tensors: Mapping[str, Tensor], where: str = "the given state") -> None:
     """Set `model`'s trained tensors from `tensors`, by the names of trainable(); raises as load_adapter()."""
+    _check_model(model)
     parameters = model.trainable()
     _check_fit(tensors, parameters, where)
     _check_values(tensors, where)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, type) or not hasattr(model, "trainable"):
+        raise ValueError(f"the model is {repr(model)[:80]}; give an MMJev, such as MMJev.tiny()")
 
 
 # What is written
@@ -141,8 +149,8 @@ def _about(model: MMJev, temperatures: Mapping[str, Any], subnets: Mapping[str, 
 
 def check_replaceable(folder: Path) -> None:
     """Raise ValueError where `folder` is something else than an adapter, or nothing yet."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give a folder")
+    if files := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
+        raise ValueError(f"{files[0]} is a file; give a folder")
     others = {path.name for path in folder.iterdir()} - {WEIGHTS, CONFIG, EXTRAS, ABOUT} if folder.exists() else set[str]()
     if others:
         raise ValueError(f"{folder} holds {sorted(others)[:SHOWN]}, which a new adapter would replace; give a folder of its own")
@@ -193,7 +201,7 @@ def _check_fit(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], 
         "misshapen": [
             f"{name} {list(tensors[name].shape)} for {list(parameter.shape)}"
             for name, parameter in parameters.items()
-            if name in tensors and tensors[name].shape != parameter.shape
+            if isinstance(tensors.get(name), Tensor) and tensors[name].shape != parameter.shape
         ],
         "no plain numbers": [name for name, tensor in tensors.items() if not _is_plain(tensor)],
     }
@@ -202,8 +210,8 @@ def _check_fit(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], 
         raise ValueError(f"{where} does not fit the model ({said}); configure it with the exits and LoRA shape it was trained with")
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def _check_values(tensors: Mapping[str, Tensor], where: str) -> None:

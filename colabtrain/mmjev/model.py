@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colabtrain.config import SubnetConfig, check_subnets, default_subnets
+from colabtrain.config import SubnetConfig, TrainConfig, check_subnets, default_subnets
 from colabtrain.mmjev import backbone, tiny
 from colabtrain.mmjev.fingerprint import base_fingerprint
 from colabtrain.mmjev.lora import Dropout, LoRALinear, add_lora, check_projections
@@ -70,6 +70,7 @@ class MMJev(nn.Module):
     @classmethod
     def tiny(cls, seed: int = 0) -> MMJev:
         """A random Gemma 3n small enough for two CPU cores, with a tokenizer of hashed words. Needs no download."""
+        TrainConfig(seed=seed)  # checks it
         lm = tiny.language_model(seed)
         words = tiny.HashedWords()
         (yes,), (no,) = words.encode("yes"), words.encode("no")

@@ -56,16 +56,22 @@ def _checked_split(records: Iterator[Record], name: str) -> Iterator[Record]:
 
 def _read_jsonl(source: str | Path, task: str | None, where: str) -> Iterator[Record]:
     path = Path(source).expanduser()
-    if not str(source).strip() or path.is_dir() or not path.exists():
-        what = "is empty" if not str(source).strip() else "is a folder" if path.is_dir() else "does not exist"
+    if what := _no_file(path) if str(source).strip() else "is empty":
         raise FileNotFoundError(
-            f"{where} file {str(source)!r} {what} (the working directory is {str(Path.cwd())!r}); give the path of a .jsonl file"
+            f"{where} file {str(source)[:200]!r} {what} (the working directory is {str(Path.cwd())!r}); give the path of a .jsonl file"
         )
     task = path.name.split(".")[0] if task is None else task
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield to_record(_parse(line, f"{path.name} line {number}"), f"{path.name} line {number}", task)
+
+
+def _no_file(path: Path) -> str:
+    try:
+        return "is a folder" if path.is_dir() else "" if path.exists() else "does not exist"
+    except OSError as error:  # a text instead of its path
+        return f"cannot be opened: {error.strerror}"
 
 
 def _parse(line: bytes, where: str) -> Mapping[str, Any]:
