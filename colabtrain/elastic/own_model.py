@@ -187,9 +187,7 @@ def _check_members(jev: Any) -> None:
         if not good:
             raise ValueError(f"jev.{name} of the {type(jev).__name__} is {repr(getattr(jev, name))[:80]}; it must be {what}")
     if absent := [name for name in ("layers", "embed_tokens") if not hasattr(jev.lm, name)]:
-        raise ValueError(
-            f"jev.lm of the {type(jev).__name__} is a {type(jev.lm).__name__} without {', '.join(absent)}; give its text model"
-        )
+        raise ValueError(f"jev.lm of the {type(jev).__name__} is without {', '.join(absent)}; it must be the text model")
 
 
 def _first_seen(jev: Any) -> dict[str, Tensor]:
