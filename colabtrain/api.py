@@ -69,7 +69,7 @@ def start(
     if on_checkpoint is not None:
         _check_takes(on_checkpoint, "on_checkpoint", "(path, step)")
     if run_config.adapter_dir is not None:
-        check_replaceable(Path(run_config.adapter_dir))
+        _check_adapter_dir(Path(run_config.adapter_dir), folder)
     identity = None
     if task is None:
         task = elastic = _elastic_task(jev, data, train_config, run_config, init, predicate)
@@ -118,6 +118,12 @@ def _check_takes(function: Any, name: str, arguments: str) -> None:
         raise ValueError(f"{name}={function!r} does not take {arguments}; give a function that does") from None
     except ValueError:
         return  # some built-in functions do not say what they take
+
+
+def _check_adapter_dir(adapter: Path, folder: Path) -> None:
+    if adapter.absolute() in (folder.absolute(), folder.absolute() / "checkpoints"):
+        raise ValueError(f"adapter_dir={str(adapter)!r} is the run's own folder; give another one, or leave it out for <run>/adapter")
+    check_replaceable(adapter)
 
 
 def _check_own_task(task: Any, jev: Any, data: Any, options: Mapping[str, Any], config: Any) -> None:

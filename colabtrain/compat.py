@@ -28,7 +28,7 @@ def _folder(value: Any) -> Any:
 
 def _records(value: Any) -> list[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise ValueError(f"recs={str(value)[:80]!r} is a {type(value).__name__}; it must be two lists: (train, calibration)")
+        raise ValueError(f"recs={repr(value)[:80]} is a {type(value).__name__}; it must be two lists: (train, calibration)")
     parts: list[tuple[str, Any]] = list(zip(("train", "calibration"), value, strict=True))
     for split, records in parts:
         if not isinstance(records, Iterable) or isinstance(records, (str, bytes, Mapping)):

@@ -100,7 +100,7 @@ FILES: dict[str, str | bytes] = {
     "table.csv": "text,label\nhello,1\n",
     "list.json": "[{}]",
     "packed.jsonl.gz": b"\x1f\x8b\x08\x00\xff",
-    "evil.pt": pickle.dumps(os.system),
+    "evil.pt": pickle.dumps(os.system, protocol=2),
     "no-model/readme.md": "x",
     "other-model/config.json": json.dumps({"model_type": "llama"}),
     "quantised/config.json": json.dumps({**GEMMA, "quantization_config": {"quant_method": "gptq"}}),
@@ -255,7 +255,7 @@ MODELS = [
 DATA = [
     option("start() needs data (records, or the path of a JSONL file)", data=None),
     option("data file 'none.jsonl' does not exist (the working directory is", FileNotFoundError, data="none.jsonl"),
-    option("data file '' is empty (the working directory is", FileNotFoundError, data=""),
+    option("data file '' has no name (the working directory is", FileNotFoundError, data=""),
     option("data['desk'] file 'none.jsonl' does not exist", FileNotFoundError, data={"desk": "none.jsonl"}),
     option("cannot be opened: File name too long", FileNotFoundError, data='{"id": 1}\n' * 500),
     in_tmp("empty.jsonl", "data", "empty.jsonl') holds no records; give at least one"),
@@ -328,7 +328,12 @@ TASKS = [
     task("ToyTask.num_steps is 0 after prepare(); it must be an int of at least 1", "with num_steps 0", ToyTask(0), RunFailed),
     task("; it must give a mapping that JSON can hold", "whose fingerprint is no JSON", WrongFingerprint(1), RunFailed),
     task("WrongStep.step() gave a dict; it must give a StepReport", "whose step gives a dict", WrongStep(1), RunFailed),
-    task("WrongState.state() gave a dict; it must give ({'trainable'", "whose state gives a dict", WrongState(1), RunFailed),
+    task(
+        "ValueError: WrongState.state() gave a dict; it must give ({'trainable': {...}, 'optimizer': {...}}, meta)",
+        "whose state gives a dict",
+        WrongState(1),
+        RunFailed,
+    ),
     helper("StepReport(loss=5) is a int; give a mapping such as {'loss': value}", "StepReport(5)", lambda _: StepReport(WRONG)),
 ]
 
@@ -367,13 +372,20 @@ FOLDERS = [
         "is alive with other settings (log_every: the live run has 50, now 3); stop it first (run.stop()), or give replace=True",
         AlreadyRunning,
     ),
+    in_tmp("used/checkpoints/step-00000001", "run_dir", "is part of the run in TMP/used; give that folder to go on, or another one"),
+    in_tmp("used/checkpoints", "run_dir", "run_dir: TMP/used/checkpoints is part of the run in TMP/used; give that folder to go on"),
+    Case(
+        "adapter_dir, the run's own folder",
+        lambda place: place.start(adapter_dir=place.tmp / "new"),
+        "adapter_dir='TMP/new' is the run's own folder; give another one, or leave it out for <run>/adapter",
+    ),
     option("adapter_dir='' is empty; name a folder, or leave it out for <run>/adapter", adapter_dir=""),
     in_tmp("a-file", "adapter_dir", "TMP/a-file is a file; give a folder"),
     in_tmp("notes", "adapter_dir", "TMP/notes holds ['notes.txt'], which a new adapter would replace; give a folder of its own"),
     in_tmp("none", "init", "TMP/none' does not exist; give an adapter folder, a checkpoint or a .pt file"),
     option("init='' is empty; give the path of an adapter folder, a checkpoint or a .pt file", init=""),
     option("init={'latents': 5} is a dict, which is no path; give the path of an adapter folder", init={"latents": 5}),
-    in_tmp("evil.pt", "init", "TMP/evil.pt is refused: not a file of plain tensors"),
+    in_tmp("evil.pt", "init", "TMP/evil.pt is refused: not a file of plain tensors (it asks for "),
     in_tmp("list.pt", "init", "TMP/list.pt is refused: it holds a list, not a mapping name -> tensor"),
     in_tmp("notes", "init", "TMP/notes holds neither adapter_model.safetensors nor trainable.safetensors"),
     in_tmp("rank-4", "init", "TMP/rank-4: its LoRA is of rank 4, but lora_r=2; give lora_r=4"),
@@ -423,7 +435,7 @@ OPTIONS = [
     option("bs=2 and batch_size=3 are the same option; give batch_size alone", bs=2, batch_size=3),
     option("lora_r='yes' is of type str; it must be int", lora_r=None, lora="yes"),
     option("adapter_dir=5 is of type int; it must be str", save_path=5),
-    option("recs=5 is a int; it must be two lists: (train, calibration)".replace("recs=5", "recs='5'"), recs=5),
+    option("recs=5 is a int; it must be two lists: (train, calibration)", recs=5),
     option("recs: the train records are 5; they must be a list of records", recs=(5, [])),
     option("recs: the calibration records hold 5; a record is a mapping or a Record", recs=(RECORDS, [5])),
     environment("many", "the environment variable MMJEV_TOKEN_BUDGET='many' is no number of tokens; give one, or unset it"),
@@ -544,6 +556,27 @@ def test_wrong_input_is_named_and_costs_nothing(case: Case, place: Place, monkey
             thread.join(SECONDS)
     assert [thread for thread in threads if thread.is_alive()] == [place.live.thread]
     assert place.live.state == "running", "the run beside it goes on"
+
+
+def test_numbers_and_arrays_of_numpy_are_taken() -> None:
+    arrays = {"targets": [numpy.array(target, numpy.float32) for target in RECORDS[0].targets], "ys": numpy.array(RECORDS[0].ys)}
+    assert colabtrain.load_records([record(**arrays)]) == colabtrain.load_records([record()])
+    config = TrainConfig(lr_lora=numpy.float32(0.5), seed=numpy.int8(3))  # type: ignore[arg-type]
+    assert (config, type(config.lr_lora), type(config.seed)) == (TrainConfig(lr_lora=0.5, seed=3), float, int)
+
+
+def test_what_may_be_meant_but_is_seldom_right_is_said(place: Place) -> None:
+    """A record that is trained on and held out, a task to leave out and a modality that nothing has."""
+    data = [*RECORDS, record(split="test")]
+    run = place.start(data=data, run_dir=place.tmp / "failed" / "said", exclude_tasks=("help_dsk",), modalities=("text", "vidio"))
+    assert run.wait(SECONDS) == "finished"
+    log = (run.folder / "train.log").read_text()
+    assert "take care: exclude_tasks names 'help_dsk', which no record has" in log
+    assert "take care: modalities names 'vidio', which no record has" in log
+    assert "have the id of a record" not in log, "of the held-out records only the first is asked"
+    again = place.start(data=data, run_dir=place.tmp / "failed" / "shared", max_eval_records=3)
+    assert again.wait(SECONDS) == "finished"
+    assert "take care: 1 records held out have the id of a record that is trained on" in (again.folder / "train.log").read_text()
 
 
 def show() -> None:

@@ -272,7 +272,7 @@ class ElasticTask:
             f"data: {len(self.records):,} records with {questions:,} questions to train on, {len(self._held_out):,} held out "
             f"({self.selection.held_out_name}), {len(self.selection.calibration):,} set aside for calibration",
         ]
-        lines += self._shared_ids()
+        lines += [f"take care: {line}" for line in (*self._shared_ids(), *self._unknown_names())]
         if unused := len(self.selection.held_out) - len(self._held_out):
             lines.append(f"left out: {unused:,} held-out records beyond max_eval_records={self.run.max_eval_records}")
         return lines + [f"left out: {n:,} of task {task!r}: {why}" for (why, task), n in self.selection.dropped.items()]
@@ -282,4 +282,11 @@ class ElasticTask:
         trained = {(record.task, record.id) for record in self.records}
         places = {"held out": self._held_out, "set aside for calibration": self.selection.calibration}
         shared = {where: sum((record.task, record.id) in trained for record in records) for where, records in places.items()}
-        return [f"take care: {n:,} records {where} have the id of a record that is trained on" for where, n in shared.items() if n]
+        return [f"{n:,} records {where} have the id of a record that is trained on" for where, n in shared.items() if n]
+
+    def _unknown_names(self) -> list[str]:
+        tasks = {task for _, task in self.selection.dropped}
+        kinds = {record.modality for record in (*self.records, *self._held_out, *self.selection.calibration)}
+        given = {"exclude_tasks": set(self.config.exclude_tasks) - set(TrainConfig.exclude_tasks) - tasks}
+        given |= {"modalities": set(self.config.modalities or ()) - kinds}
+        return [f"{option} names {', '.join(map(repr, sorted(names)))}, which no record has" for option, names in given.items() if names]

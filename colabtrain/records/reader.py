@@ -56,7 +56,7 @@ def _checked_split(records: Iterator[Record], name: str) -> Iterator[Record]:
 
 def _read_jsonl(source: str | Path, task: str | None, where: str) -> Iterator[Record]:
     path = Path(source).expanduser()
-    if what := _no_file(path) if str(source).strip() else "is empty":
+    if what := _no_file(path) if str(source).strip() else "has no name":
         raise FileNotFoundError(
             f"{where} file {str(source)[:200]!r} {what} (the working directory is {str(Path.cwd())!r}); give the path of a .jsonl file"
         )

@@ -26,6 +26,7 @@ from colabtrain.runtime.recorder import Recorder
 from colabtrain.task import Task
 
 Hook = Callable[[Path, int], object]
+SHOWN = 6  # differences in an error
 LAST_SAVE_TRIES, RETRY_SECONDS = 3, 1.0
 
 
@@ -60,7 +61,7 @@ class Keeper:
             return True
         started = time.perf_counter()
         try:
-            tensors, meta = _state_of(self.task)
+            tensors, meta = _checked(self.task, self.task.state())
             snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size())
             path = checkpoint.write(self.folder, snapshot, self.diary.path)
             checkpoint.prune(path, self.config.keep_local)
@@ -158,8 +159,20 @@ class Keeper:
             self.diary.log(f"another machine than the checkpoint's ({changes}): numbers may differ in their last bits from here on")
 
 
-def _state_of(task: Task) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
-    answer: Any = task.state()
+def check_state(task: Task) -> None:
+    """Raise ValueError where what state() gives cannot be saved: before the first step, not when it is to be kept."""
+    try:
+        answer = task.state()
+    except Exception:  # it may need a step that was made
+        return
+    _, meta = _checked(task, answer)
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{type(task).__name__}.state() gave a meta that JSON cannot hold: {error}") from None
+
+
+def _checked(task: Task, answer: Any) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], dict) and set(answer[0]) == set(TENSOR_GROUPS)):
         shown = f"a {type(answer).__name__}" if not isinstance(answer, tuple) else f"{len(answer)} values, not the tensors by these names"
         raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give ({{'trainable': {{...}}, 'optimizer': {{...}}}}, meta)")
@@ -169,6 +182,11 @@ def _state_of(task: Task) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[s
 def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]] | None = None) -> None:
     """Raise ValueError where a resume from the checkpoints in `folder` will be refused, as far as that is known before the
     task is prepared: with resume=False where there is any, else where identity() differs from what the newest says of it."""
+    run = folder.parent
+    is_one, has_some = ((path / checkpoint.MANIFEST).exists() for path in (run, next(iter(checkpoint.listed(run)), run)))
+    if is_one or has_some:  # the diary of a new run would spoil the checkpoint
+        owner = run.parent.parent if is_one else run.parent
+        raise ValueError(f"run_dir: {run} is part of the run in {owner}; give that folder to go on, or another one")
     paths = checkpoint.listed(folder)
     if not resume and paths:
         raise ValueError(f"resume=False, but {folder} has checkpoints; give an empty run folder, or leave resume out")
@@ -198,7 +216,8 @@ def _another_experiment(path: Path, different: str) -> ValueError:
 def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], whose: str = "checkpoint") -> str:
     """Where two flat mappings differ, for people; empty if they are equal."""
     names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
-    return "; ".join(f"{name}: {whose} {saved.get(name)!r}, now {mine.get(name)!r}" for name in names)
+    shown = [f"{name}: {whose} {saved.get(name)!r}, now {mine.get(name)!r}" for name in names[:SHOWN]]
+    return "; ".join(shown + [f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN))
 
 
 def adopt_diary(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from colabtrain.config import RunConfig
 from colabtrain.device import is_dead, release_memory
 from colabtrain.runtime.diary import Diary, duration
-from colabtrain.runtime.keeper import Keeper
+from colabtrain.runtime.keeper import Keeper, check_state
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.retry import Retry
 from colabtrain.task import Describes, Diagnoses, Ends, Evaluates, Says, Task
@@ -68,6 +68,7 @@ def check(task: Task) -> None:
         good = False
     if not good:
         raise ValueError(f"{name}.fingerprint() gave {repr(fingerprint)[:80]}; it must give a mapping that JSON can hold")
+    check_state(task)
 
 
 def steps(task: Task, keeper: Keeper, recorder: Recorder, config: RunConfig, gate: Gate, step: int) -> int:
