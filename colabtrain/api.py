@@ -27,6 +27,7 @@ from colabtrain.task import Task
 
 OPTIONS = ("jev", "data", "task", "run_dir", "config", "replace", "resume", "display", "init", "exclude", "on_checkpoint")  # of start()
 TASK_MEMBERS = ("prepare", "num_steps", "step", "state", "load", "fingerprint")
+NOT_OF_A_TASK = {"steps", "epochs", "max_eval_records", "checkpoint_layers", "adapter_dir", "init", "exclude"}
 TRAINER_MEMBERS = ("scores", "trainable", "configure", "validate", "reset_trainable", "fingerprint", "lent", "width")
 
 
@@ -141,14 +142,7 @@ def _check_own_task(task: Any, jev: Any, data: Any, options: Mapping[str, Any], 
         raise ValueError(f"{type(task).__name__}.step does not take (i, splits); define it as step(self, i, splits=1)") from None
     if any(isinstance(given, TrainConfig) for given in (config if isinstance(config, (tuple, list)) else (config,))):
         raise ValueError("config= has a TrainConfig and is given together with task=; a Task decides that itself, give a RunConfig")
-    not_ours = {item.name for item in dataclasses.fields(TrainConfig)} | {
-        "steps",
-        "epochs",
-        "max_eval_records",
-        "checkpoint_layers",
-        "adapter_dir",
-    }
-    not_ours |= {"init", "exclude"}
+    not_ours = {item.name for item in dataclasses.fields(TrainConfig)} | NOT_OF_A_TASK
     if ignored := sorted(name for name in not_ours & set(options) if options[name] is not None):
         raise ValueError(f"{ignored[0]}={options[ignored[0]]!r} is given together with task=; a Task decides that itself")
 

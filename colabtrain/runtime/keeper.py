@@ -173,7 +173,7 @@ def check_state(task: Task) -> None:
 
 
 def _checked(task: Task, answer: Any) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], dict) and set(answer[0]) == set(TENSOR_GROUPS)):
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Mapping) and set(answer[0]) == set(TENSOR_GROUPS)):
         shown = f"a {type(answer).__name__}" if not isinstance(answer, tuple) else f"{len(answer)} values, not the tensors by these names"
         raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give ({{'trainable': {{...}}, 'optimizer': {{...}}}}, meta)")
     return answer
