@@ -87,9 +87,9 @@ class Place:
     def train_task(self, task: Any, **options: Any) -> None:
         colabtrain.start(task=task, **{"run_dir": self.tmp / "failed", "display": False, **options}).wait(SECONDS)
 
-    def files(self) -> dict[str, tuple[int, int]]:
-        """Size and time of everything, but for the folder of tasks that only a worker can refuse."""
-        found = (path for path in self.tmp.rglob("*") if not path.is_relative_to(self.tmp / "failed"))
+    def files(self, worker: bool) -> dict[str, tuple[int, int]]:
+        """Size and time of everything; with `worker`, but for the run folder of what only a worker can refuse."""
+        found = (path for path in self.tmp.rglob("*") if not (worker and path.is_relative_to(self.tmp / "failed")))
         return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found if "__pycache__" not in path.parts}
 
 
@@ -546,10 +546,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.given[:40]}" for i, case in enumerate(CASES)])
 def test_wrong_input_is_named_and_costs_nothing(case: Case, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.tmp)
-    before = place.files()
+    before = place.files(case.error is RunFailed)
     message = said(case, place)
     assert case.words in message
-    assert place.files() == before
+    assert place.files(case.error is RunFailed) == before
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("colabtrain")]
     for thread in threads:
         if thread is not place.live.thread:
