@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tomllib
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train the tiny model on generated decisions (about two minutes on two CPU cores)")
     demo.add_argument("--steps", type=int, default=300)
-    demo.add_argument("--run", type=Path, default=Path("runs/demo"), metavar="DIR")
+    demo.add_argument("--run", type=_folder, default=Path("runs/demo"), metavar="DIR")
     train = commands.add_parser("train", help="train on your records; a run folder with checkpoints is resumed")
     train.add_argument(
         "--model",
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         help="`tiny`, a Gemma 3n on the Hub or in a folder, or a function that returns a model",
     )
     train.add_argument("--data", required=True, nargs="+", metavar="FILE", help="JSONL records")
-    train.add_argument("--run", required=True, type=Path, metavar="DIR", help="folder of this run")
+    train.add_argument("--run", required=True, type=_folder, metavar="DIR", help="folder of this run")
     train.add_argument("--steps", type=int, help="updates of the whole run; default: one epoch")
     train.add_argument("--epochs", type=int, help="passes over the data, instead of --steps")
     train.add_argument("--seed", type=int, help="of batches, dropout and the trained parts' start; default 0")
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--config", type=Path, metavar="FILE.toml", help="options as top-level keys")
     train.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any TrainConfig or RunConfig field")
     return parser
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the folder's name is empty")
+    return Path(text).expanduser()
 
 
 def _demo(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
@@ -100,8 +107,8 @@ def _train(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
 
 def _assignment(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--set {text!r} has no value; write --set name=value")
+    if not equals or not name:
+        raise ValueError(f"--set {text!r} has no name or no value; write --set name=value")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -115,16 +122,27 @@ def _model(name: str) -> Any:
         if name == "tiny" or "/" in name or Path(name).is_dir():
             return name
         raise ValueError(f"--model {name!r} is unknown; give `tiny`, owner/name of a Gemma 3n on the Hub, its folder, or module:function")
+    if not module or not function:
+        raise ValueError(f"--model {name!r} lacks the module or the function; write module:function")
     sys.path.insert(0, str(Path.cwd()))
     try:
         make: Callable[[], Any] | None = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
-        raise ValueError(f"--model {name!r}: {error}; the module must be importable from here") from None
+    except Exception as error:
+        raise ValueError(f"--model {name!r}: {_where(error)}; the module must be importable from here") from None
     if not callable(make):
         raise ValueError(f"--model {name!r}: module {module!r} has no function {function!r}")
-    if isinstance(made := make(), str):
-        raise ValueError(f"--model {name!r}: {function}() returned {made!r}, which is a str; it must return a model")
+    try:
+        made = make()
+    except Exception as error:
+        raise ValueError(f"--model {name!r}: {function}() raised {_where(error)}; it is called without arguments") from None
+    if made is None or isinstance(made, str):
+        raise ValueError(f"--model {name!r}: {function}() returned {made!r}; it must return a model")
     return made
+
+
+def _where(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name} line {frame.lineno})"
 
 
 def _run_in_foreground(run: Any, tail: Any) -> int:

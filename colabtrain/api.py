@@ -6,15 +6,16 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from colabtrain.compat import translate
-from colabtrain.config import RunConfig, TrainConfig, split_options
+from colabtrain.config import RunConfig, TrainConfig, as_path, split_options
 from colabtrain.elastic.own_model import OwnModel
 from colabtrain.elastic.task import ElasticTask
-from colabtrain.mmjev.adapter import load_adapter
+from colabtrain.mmjev import adapter_files
+from colabtrain.mmjev.adapter import check_replaceable, load_adapter
 from colabtrain.mmjev.model import MMJev
 from colabtrain.mmjev.pretrained import Pretrained
 from colabtrain.records import load_records, select
@@ -24,7 +25,9 @@ from colabtrain.runtime.registry import launch
 from colabtrain.runtime.run import Run
 from colabtrain.task import Task
 
+OPTIONS = ("jev", "data", "task", "run_dir", "config", "replace", "resume", "display", "init", "exclude", "on_checkpoint")  # of start()
 TASK_MEMBERS = ("prepare", "num_steps", "step", "state", "load", "fingerprint")
+NOT_OF_A_TASK = {"steps", "epochs", "max_eval_records", "checkpoint_layers", "adapter_dir", "init", "exclude"}
 TRAINER_MEMBERS = ("scores", "trainable", "configure", "validate", "reset_trainable", "fingerprint", "lent", "width")
 
 
@@ -56,19 +59,24 @@ def start(
     folder or the model with other settings (replace=True stops that one first); ValueError, before anything is trained,
     for a wrong option, record or model.
     """
+    _check_switches(replace=replace, resume=resume, display=display)
     named = {"data": data, "run_dir": run_dir, "on_checkpoint": on_checkpoint, **options}
     options, translated = translate(named)
     data, run_dir, on_checkpoint = (options.pop(name) for name in ("data", "run_dir", "on_checkpoint"))
     predicate = exclude if callable(exclude) else None
     options |= {} if exclude is None or callable(exclude) else {"exclude": exclude}
-    train_config, run_config = split_options(options, config)
+    train_config, run_config = split_options(options, config, also=OPTIONS)
+    folder = _folder(run_dir, jev, data)
+    if on_checkpoint is not None:
+        _check_takes(on_checkpoint, "on_checkpoint", "(path, step)")
+    if run_config.adapter_dir is not None:
+        _check_adapter_dir(Path(run_config.adapter_dir), folder)
     identity = None
     if task is None:
         task = elastic = _elastic_task(jev, data, train_config, run_config, init, predicate)
         identity = elastic.identity
     else:
-        _check_own_task(task, jev, data, {**options, "init": init, "exclude": exclude})
-    folder = Path(run_dir or default_folder(jev, data))
+        _check_own_task(task, jev, data, {**options, "init": init, "exclude": exclude}, config)
     owned = None if isinstance(jev, (str, Path)) else jev
     run = launch(made := Run(task, folder, run_config, resume, owned, identity, on_checkpoint), replace)
     for line in translated if run is made else ():
@@ -95,19 +103,46 @@ def train(jev: Any = None, data: Any = None, **options: Any) -> Run:
     return run
 
 
-def _check_own_task(task: Task, jev: Any, data: Any, options: Mapping[str, Any]) -> None:
+def _check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; it must be True or False")
+
+
+def _check_takes(function: Any, name: str, arguments: str) -> None:
+    """`arguments`: two names in parentheses."""
+    if not callable(function):
+        raise ValueError(f"{name}={function!r} is of type {type(function).__name__}; give a function that takes {arguments}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        raise ValueError(f"{name}={function!r} does not take {arguments}; give a function that does") from None
+    except ValueError:
+        return  # some built-in functions do not say what they take
+
+
+def _check_adapter_dir(adapter: Path, folder: Path) -> None:
+    if adapter.absolute() in (folder.absolute(), folder.absolute() / "checkpoints"):
+        raise ValueError(f"adapter_dir={str(adapter)!r} is the run's own folder; give another one, or leave it out for <run>/adapter")
+    check_replaceable(adapter)
+
+
+def _check_own_task(task: Any, jev: Any, data: Any, options: Mapping[str, Any], config: Any) -> None:
+    if isinstance(task, type):
+        raise ValueError(f"task is the class {task.__name__}; give an object made from it, such as task={task.__name__}()")
     if jev is not None or data is not None:
         raise ValueError("task= is given together with jev or data; a Task brings its own model and data")
     # not hasattr: a property may need what prepare() makes
-    absent = [name for name in TASK_MEMBERS if name not in vars(task) and not hasattr(type(task), name)]
+    absent = [name for name in TASK_MEMBERS if name not in getattr(task, "__dict__", ()) and not hasattr(type(task), name)]
     if absent:
         raise ValueError(f"task is a {type(task).__name__} without {', '.join(absent)}; colabtrain.Task says what each is for")
     try:
         inspect.signature(task.step).bind(0, 2)
     except TypeError:
         raise ValueError(f"{type(task).__name__}.step does not take (i, splits); define it as step(self, i, splits=1)") from None
-    not_ours = {item.name for item in dataclasses.fields(TrainConfig)} | {"steps", "epochs", "max_eval_records"}
-    not_ours |= {"init", "exclude"}
+    if any(isinstance(given, TrainConfig) for given in (config if isinstance(config, (tuple, list)) else (config,))):
+        raise ValueError("config= has a TrainConfig and is given together with task=; a Task decides that itself, give a RunConfig")
+    not_ours = {item.name for item in dataclasses.fields(TrainConfig)} | NOT_OF_A_TASK
     if ignored := sorted(name for name in not_ours & set(options) if options[name] is not None):
         raise ValueError(f"{ignored[0]}={options[ignored[0]]!r} is given together with task=; a Task decides that itself")
 
@@ -119,21 +154,42 @@ def _elastic_task(
         missing = "jev (a model; MMJev.tiny() to try)" if jev is None else "data (records, or the path of a JSONL file)"
         raise ValueError(f"start() needs {missing}")
     model = _model(jev)
-    if init is not None and (isinstance(model, OwnModel) or not Path(init).exists()):
-        why = "is for an MMJev" if isinstance(model, OwnModel) else "does not exist; give an adapter folder, a checkpoint or a .pt file"
-        raise ValueError(f"init={str(init)!r} {why}")
-    start_from = None if init is None else functools.partial(load_adapter, path=init)
+    start_from = None if init is None else _init(init, model, train)
     task = ElasticTask(model, select(load_records(data), train, exclude), train, run, start_from)
     task.check()
     return task
 
 
+def _init(init: Any, model: Any, train: TrainConfig) -> Callable[[Any], object]:
+    """What sets a model to the adapter `init`, which is read here once to see whether it will fit."""
+    path = as_path(init, "init", "give the path of an adapter folder, a checkpoint or a .pt file")
+    if isinstance(model, OwnModel):
+        raise ValueError(f"init={str(init)!r} is for an MMJev; set the trained parts of a {model.name} yourself, before start()")
+    if not path.exists():
+        raise ValueError(f"init={str(init)!r} does not exist; give an adapter folder, a checkpoint or a .pt file")
+    subnets = train.subnets or model.default_subnets()
+    adapter_files.read(path).check_shape(train.lora_r, train.lora_alpha, {fc.exit_layer for fc in subnets.values()})
+    return functools.partial(load_adapter, path=path)
+
+
 def _model(jev: Any) -> Any:
-    if jev == "tiny":
-        return MMJev.tiny(0)
     if isinstance(jev, (str, Path)):
-        return Pretrained.open(str(jev))
+        return MMJev.tiny(0) if str(jev) == "tiny" else _named(str(jev))
+    if isinstance(jev, type):
+        raise ValueError(f"jev is the class {jev.__name__}; give a model made from it, such as MMJev.tiny()")
     return jev if isinstance(jev, Pretrained) or all(hasattr(jev, name) for name in TRAINER_MEMBERS) else OwnModel(jev)
+
+
+def _named(name: str) -> Pretrained:
+    if (not Path(name).expanduser().is_dir() and "/" not in name) or not name.strip():
+        raise ValueError(f"jev={name!r} is no folder here and no name on the Hub; give 'tiny', a folder, or owner/name of a Gemma 3n")
+    return Pretrained.open(name)
+
+
+def _folder(run_dir: Any, jev: Any, data: Any) -> Path:
+    if run_dir is None:
+        return default_folder(jev, data)
+    return as_path(run_dir, "run_dir", f"name a folder, or leave it out for {str(default_folder(jev, data))!r}")
 
 
 def default_folder(jev: Any, data: Any) -> Path:

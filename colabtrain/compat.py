@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from colabtrain.config import TrainConfig
+
 TOKEN_BUDGET_VARIABLE = "MMJEV_TOKEN_BUDGET"
 DEFAULT_LORA_R = 16
 
@@ -18,17 +20,25 @@ def _lora(value: Any) -> int:
     return DEFAULT_LORA_R if value is True else 0 if value in (False, None) else value
 
 
-def _folder(value: Any) -> str:
+def _folder(value: Any) -> Any:
+    if not isinstance(value, (str, Path)):
+        return value
     return str(Path(value).with_suffix("")) if str(value).endswith(".pt") else str(value)
 
 
 def _records(value: Any) -> list[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise ValueError(f"recs={str(value)[:80]!r} is a {type(value).__name__}; it must be two lists: (train, calibration)")
-    return [_with_split(record, split) for records, split in zip(value, ("train", "calibration"), strict=True) for record in records]
+        raise ValueError(f"recs={repr(value)[:80]} is a {type(value).__name__}; it must be two lists: (train, calibration)")
+    parts: list[tuple[str, Any]] = list(zip(("train", "calibration"), value, strict=True))
+    for split, records in parts:
+        if not isinstance(records, Iterable) or isinstance(records, (str, bytes, Mapping)):
+            raise ValueError(f"recs: the {split} records are {repr(records)[:80]}; they must be a list of records")
+    return [_with_split(record, split) for split, records in parts for record in records]
 
 
 def _with_split(record: Any, split: str) -> Any:
+    if not isinstance(record, Mapping) and not hasattr(record, "qs"):
+        raise ValueError(f"recs: the {split} records hold {repr(record)[:80]}; a record is a mapping or a Record")
     if isinstance(record, Mapping):
         return {**record, "split": split}
     fields = {name: getattr(record, name) for name in type(record).__slots__}
@@ -72,21 +82,29 @@ def translate(options: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
     return new, lines
 
 
+def _check_model(jev: Any) -> Any:
+    if isinstance(jev, type) or not hasattr(jev, "trainable"):
+        raise ValueError(f"jev is {repr(jev)[:80]}; give an MMJev, such as MMJev.tiny()")
+    return jev
+
+
 def add_lora(jev: Any, r: int = DEFAULT_LORA_R, alpha: float = 32.0) -> dict[str, Any]:
     """Put adapters of rank `r` on the model, each without effect yet; the trained parameters by name."""
-    jev.configure(jev.default_subnets(), r, alpha)
+    TrainConfig(lora_r=r, lora_alpha=alpha)  # checks them
+    _check_model(jev).configure(jev.default_subnets(), r, alpha)
     jev.reset_trainable(0)
     return jev.trainable()
 
 
 def reset_trainable(jev: Any, seed: int = 0) -> None:
     """Set adapters, heads and latents to their start."""
-    jev.reset_trainable(seed)
+    TrainConfig(seed=seed)  # checks it
+    _check_model(jev).reset_trainable(seed)
 
 
 def trainable_state(jev: Any) -> dict[str, Any]:
     """A copy of every trained tensor, on the CPU, by name."""
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in jev.trainable().items()}
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in _check_model(jev).trainable().items()}
 
 
 def load_trainable(jev: Any, source: Any) -> None:

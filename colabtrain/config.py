@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import operator
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 LORA_LR, HEADS_LR = 2e-4, 1e-3  # used where neither the person nor the model says otherwise
+MAX_WEIGHT, MAX_RANK = 1e3, 4096  # beyond, it is a slip: the numbers overflow, or the memory does
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class SubnetConfig:
         check_types(self)
         for name, lowest in (("n_latents", 0), ("exit_layer", 1), ("media_exit", 0), ("sibling_from", 0), ("ffn_width", 1)):
             check_at_least(self, name, lowest)
+        if self.media_exit is not None and self.media_exit > self.exit_layer:
+            raise ValueError(
+                f"media_exit={self.media_exit} is beyond exit_layer={self.exit_layer}; media must leave by the last layer that is run, "
+                "or give media_exit=None to keep them"
+            )
 
 
 SUBNET_FIELDS = tuple(item.name for item in dataclasses.fields(SubnetConfig) if item.name != "given")
@@ -59,15 +66,20 @@ def as_subnet(name: str, fc: Any) -> SubnetConfig:
         )
     if unknown := sorted(set(fields) - set(SUBNET_FIELDS)):
         raise ValueError(f"subnets[{name!r}]={fc!r} has an unknown field {unknown[0]!r}; a sub-network has {', '.join(SUBNET_FIELDS)}")
-    return SubnetConfig(**fields, given=fc if hasattr(fc, "exit_layer") else None)
+    try:
+        return SubnetConfig(**fields, given=fc if hasattr(fc, "exit_layer") else None)
+    except ValueError as error:
+        raise ValueError(f"subnets[{name!r}]: {error}") from None
 
 
 def _subnet_fields(fc: Any) -> dict[str, Any] | None:
+    if isinstance(fc, (str, bytes, type)):
+        return None
     if isinstance(fc, Mapping):
         return dict(fc)
     if hasattr(fc, "exit_layer"):
         return {field: getattr(fc, field) for field in SUBNET_FIELDS if hasattr(fc, field)}
-    if isinstance(fc, Sequence) and not isinstance(fc, str) and len(fc) <= len(SUBNET_FIELDS):
+    if isinstance(fc, Sequence) and len(fc) <= len(SUBNET_FIELDS):
         return dict(zip(SUBNET_FIELDS, fc, strict=False))
     return None
 
@@ -94,19 +106,19 @@ class TrainConfig:
     seed: int = _at_least(0, -(2**63), 2**63 - 1)
     batch_size: int = _at_least(4, 1)  # records
     token_budget: int = _at_least(6000, 1)  # tokens of one batch, all its records together
-    lr_lora: float | None = _at_least(None, 0)
-    lr_heads: float | None = _at_least(None, 0)  # heads and latents
+    lr_lora: float | None = _at_least(None, 0, 1)
+    lr_heads: float | None = _at_least(None, 0, 1)  # heads and latents
     warmup_steps: int | None = _at_least(None, 0)  # None: 5 % of the steps, at least 1, at most 50
     clip_norm: float = _at_least(1.0, 1e-9)
     clip: str = field(default="group", metadata={"choices": ("group", "joint")})
-    brier_weight: float = _at_least(0.1, 0)
-    rps_weight: float = _at_least(0.0, 0)  # ranked probability score, `score` questions only
-    kl_weight: float = _at_least(0.5, 0)  # KL(teacher || every other sub-network)
+    brier_weight: float = _at_least(0.1, 0, MAX_WEIGHT)
+    rps_weight: float = _at_least(0.0, 0, MAX_WEIGHT)  # ranked probability score, `score` questions only
+    kl_weight: float = _at_least(0.5, 0, MAX_WEIGHT)  # KL(teacher || every other sub-network)
     kl_temperature: float = _at_least(1.0, 0.01, 100)
     # The first sub-network's answers in the same pass, in a pass without dropout, or no distillation:
     teacher: str = field(default="train", metadata={"choices": ("train", "eval", "none")})
-    lora_r: int = _at_least(16, 0)  # 0: heads and latents alone are trained
-    lora_alpha: float = _at_least(32.0, 0)
+    lora_r: int = _at_least(16, 0, MAX_RANK)  # 0: heads and latents alone are trained
+    lora_alpha: float = _at_least(32.0, 0, 1e4)
     lora_dropout: float = _at_least(0.05, 0, 0.99)
     max_state_chars: int = _at_least(1500, 1)
     max_options: int = _at_least(32, 2)
@@ -122,6 +134,9 @@ class TrainConfig:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         if isinstance(self.subnets, Mapping):
+            names: list[Any] = list(self.subnets)
+            if unnamed := [name for name in names if not isinstance(name, str) or not name]:
+                raise ValueError(f"subnets={self.subnets!r} has the name {unnamed[0]!r}; a name must be a string that is not empty")
             object.__setattr__(self, "subnets", {name: as_subnet(name, fc) for name, fc in self.subnets.items()})
         check_types(self)
         check_metadata(self)
@@ -147,8 +162,12 @@ class RunConfig:
     on_unrecoverable: str = field(default="fail", metadata={"choices": ("fail", "exit")})  # exit: end the process with status 3
 
     def __post_init__(self) -> None:
+        if isinstance(self.adapter_dir, Path):
+            object.__setattr__(self, "adapter_dir", str(self.adapter_dir))
         check_types(self)
         check_metadata(self)
+        if self.adapter_dir is not None and not self.adapter_dir.strip():
+            raise ValueError(f"adapter_dir={self.adapter_dir!r} is empty; name a folder, or leave it out for <run>/adapter")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs} contradict each other; give one of them")
 
@@ -158,12 +177,15 @@ def check_types(config: Any) -> None:
     hints = get_type_hints(type(config))
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if hasattr(value, "__index__") and not isinstance(value, (int, bool)):  # numpy's integers
-            value = operator.index(value)
+        if not isinstance(value, bool) and isinstance(value, numbers.Real):  # numpy's numbers
+            value = int(value) if isinstance(value, numbers.Integral) else float(value)
             object.__setattr__(config, item.name, value)
         if not _is_a(value, hints[item.name]):
-            wanted = str(item.type).replace("None", "None (the default)") if item.default is None else item.type
-            raise ValueError(f"{item.name}={value!r} is of type {type(value).__name__}; it must be {wanted}")
+            wanted = str(item.type).replace("None", "None (the default)") if item.default is None else str(item.type)
+            if isinstance(value, str) and wanted.startswith("tuple"):
+                wanted += f", such as ({value!r},)"
+            what = "not a number" if isinstance(value, float) and value != value else f"of type {type(value).__name__}"
+            raise ValueError(f"{item.name}={value!r} is {what}; it must be {wanted}")
 
 
 def _is_a(value: Any, hint: Any) -> bool:
@@ -202,24 +224,27 @@ def check_at_least(config: Any, name: str, lowest: float) -> None:
         raise ValueError(f"{name}={value!r} is too small; it must be at least {lowest:g}")
 
 
-def split_options(options: Mapping[str, Any], base: Any = None) -> tuple[TrainConfig, RunConfig]:
+def split_options(options: Mapping[str, Any], base: Any = None, also: Sequence[str] = ()) -> tuple[TrainConfig, RunConfig]:
     """Sort keyword options into the two configs. `base`: a TrainConfig or RunConfig (or both in a tuple) to start from.
 
-    Raises ValueError that names an unknown option and the nearest known one.
+    Raises ValueError that names an unknown option and the nearest known one, those that the caller takes `also` among them.
     """
     train_fields = {item.name for item in dataclasses.fields(TrainConfig)}
     run_fields = {item.name for item in dataclasses.fields(RunConfig)}
     for name in options:
         if name not in train_fields | run_fields:
-            raise ValueError(f"unknown option {name}={options[name]!r}; {_nearest(name, train_fields | run_fields)}")
-    train, run = TrainConfig(), RunConfig()
-    for config in base if isinstance(base, tuple) else (base,):
-        if isinstance(config, TrainConfig):
-            train = config
-        elif isinstance(config, RunConfig):
-            run = config
+            raise ValueError(f"unknown option {name}={options[name]!r}; {_nearest(name, train_fields | run_fields | set(also))}")
+    given: dict[type, Any] = {}
+    for config in base if isinstance(base, (tuple, list)) else (base,):
+        kind = next((kind for kind in (TrainConfig, RunConfig) if isinstance(config, kind)), type(None))
+        if kind in given:
+            raise ValueError(f"config has two of type {kind.__name__}; give one TrainConfig, one RunConfig or one of each")
+        if kind is not type(None):
+            given[kind] = config
         elif config is not None:
-            raise ValueError(f"config={config!r} is a {type(config).__name__}; give a TrainConfig, a RunConfig or both in a tuple")
+            what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+            raise ValueError(f"config={repr(config)[:80]} is {what}; give a TrainConfig, a RunConfig or both in a tuple")
+    train, run = given.get(TrainConfig, TrainConfig()), given.get(RunConfig, RunConfig())
     train = dataclasses.replace(train, **{k: v for k, v in options.items() if k in train_fields})
     run = dataclasses.replace(run, **{k: v for k, v in options.items() if k in run_fields})
     return train, run
@@ -236,6 +261,14 @@ def settings(config: Any) -> dict[str, Any]:
     if subnets := values.get("subnets"):
         values["subnets"] = {name: {field: getattr(fc, field) for field in SUBNET_FIELDS} for name, fc in subnets.items()}
     return values
+
+
+def as_path(value: Any, name: str, remedy: str) -> Path:
+    """`value` as a path, ~ expanded. Raises ValueError naming it `name` where it is none, or empty."""
+    if not isinstance(value, (str, Path)) or not str(value).strip():
+        what = "is empty" if isinstance(value, str) else f"is a {type(value).__name__}, which is no path"
+        raise ValueError(f"{name}={repr(value)[:80]} {what}; {remedy}")
+    return Path(value).expanduser()
 
 
 def check_subnets(subnets: Mapping[str, SubnetConfig], **most: int | None) -> None:

@@ -51,7 +51,7 @@ def test_train_on_a_file_and_the_same_line_again(tmp_path: Path, data: Path) -> 
     again = colabtrain(*line, cwd=tmp_path)
     assert again.returncode == 0 and "resumed from step 4" in again.stdout and "nothing to train" in again.stdout
     other = colabtrain(*line, "--set", "batch_size=3", cwd=tmp_path)
-    assert other.returncode == 1 and "config.batch_size: checkpoint 2, now 3" in other.stderr.splitlines()[-1]
+    assert other.returncode == 2 and "config.batch_size: checkpoint 2, now 3" in other.stderr.splitlines()[-1]
 
 
 def test_interrupt_saves_and_the_same_line_goes_on(tmp_path: Path, data: Path) -> None:

@@ -278,6 +278,32 @@ def test_quantised_layers_are_refused_by_name() -> None:
         MMJev(lm, lm, tiny.HashedWords(), 1, 2, "other")
 
 
+# By name
+
+
+@pytest.mark.colab
+def test_the_same_cell_again_finds_the_live_run_and_its_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
+    """What a name stands for is known in full only once its weights are there; that must not look like another experiment."""
+    options: dict[str, Any] = {"run_dir": tmp_path, "display": False, "checkpoint_every": 1, "lora_r": 2}
+    saved, go = threading.Event(), threading.Event()
+
+    def hold(path: Path, step: int) -> None:
+        saved.set()
+        assert go.wait(60)
+
+    run = colabtrain.start(str(checkpoint), help_desk(12), steps=2, on_checkpoint=hold, **options)
+    assert saved.wait(60)
+    try:
+        assert colabtrain.start(str(checkpoint), help_desk(12), steps=2, **options) is run
+        with pytest.raises(colabtrain.AlreadyRunning, match=r"trains something else in this folder \(config.seed"):
+            colabtrain.start(str(checkpoint), help_desk(12), steps=2, seed=1, **options)
+    finally:
+        go.set()
+    assert run.wait(60) == "finished"
+    again = colabtrain.start(str(checkpoint), help_desk(12), steps=3, replace=True, **options)
+    assert again.wait(60) == "finished" and again.step == 3
+
+
 # Where things go
 
 

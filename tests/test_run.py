@@ -292,8 +292,8 @@ def test_resume_of_another_experiment_is_refused_with_the_differences(tmp_path: 
     start(ToyTask(3), tmp_path).wait(SECONDS)
     with pytest.raises(RunFailed, match="mark: checkpoint 'a', now 'b'"):
         start(ToyTask(5, mark="b"), tmp_path).wait(SECONDS)
-    with pytest.raises(RunFailed, match="resume=False, but"):
-        start(ToyTask(5), tmp_path, resume=False).wait(SECONDS)
+    with pytest.raises(ValueError, match="resume=False, but"):
+        start(ToyTask(5), tmp_path, resume=False)
     assert start(ToyTask(3), tmp_path).wait(SECONDS) == "finished"
 
 

@@ -22,7 +22,7 @@ from colabtrain.config import SubnetConfig, TrainConfig
 from colabtrain.elastic.batches import MASKED
 from colabtrain.elastic.evaluate import calibration_error, logits_of
 from colabtrain.records.caps import cap_record
-from colabtrain.records.schema import Record
+from colabtrain.records.schema import SUM_TOLERANCE, Record
 
 LOWEST, HIGHEST = 0.05, 20.0
 MIN_QUESTIONS = 20  # in a group, to have a temperature of its own
@@ -110,19 +110,32 @@ def _items(records: Sequence[Record], logits: Tensor) -> Iterable[Item]:
             yield question["type"], len(target), next(rows)[: len(target)].tolist(), target
 
 
-def _checked(items: Iterable[Item]) -> list[Item]:
+def _checked(items: Iterable[Any]) -> list[Item]:
+    if not isinstance(items, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  (a person's own script)
+        raise ValueError(f"items is {items!r}; give a list of (type, number of options, logits, target)")
     checked = list[Item]()
-    for i, (kind, num_options, logits, target) in enumerate(items):
-        if not num_options == len(logits) == len(target):
-            raise ValueError(f"item {i} ({kind}, {num_options} options) has {len(logits)} logits and {len(target)} target probabilities")
-        for what, values in (("logits", logits), ("target", target)):
-            if not all(map(math.isfinite, values)):
-                raise ValueError(f"item {i} ({kind}, {num_options} options) has {what} {list(values)[:8]}, which are not all finite")
-        if num_options > 1:
-            checked.append((kind, num_options, logits, target))
+    for i, item in enumerate(items):
+        _check_item(f"item {i}", item)
+        if item[1] > 1:
+            checked.append(tuple(item))
     if not checked:
         raise ValueError("there are no questions (with two options or more) to calibrate on; give at least one")
     return checked
+
+
+def _check_item(name: str, item: Any) -> None:
+    is_item = isinstance(item, Sequence) and len(item) == 4 and isinstance(item[0], str) and hasattr(item[1], "__index__")
+    if not is_item or not all(hasattr(values, "__len__") for values in item[2:]):
+        raise ValueError(f"{name} is {repr(item)[:80]}; it must be (type, number of options, logits, target)")
+    kind, num_options, logits, target = item
+    name = f"{name} ({kind}, {num_options} options)"
+    if not num_options == len(logits) == len(target):
+        raise ValueError(f"{name} has {len(logits)} logits and {len(target)} target probabilities")
+    for what, values in (("logits", logits), ("target", target)):
+        if not all(not isinstance(value, str) and math.isfinite(value) for value in values):
+            raise ValueError(f"{name} has {what} {list(values)[:8]}, which are not all finite")
+    if min(target) < 0 or abs(float(sum(target)) - 1.0) > SUM_TOLERANCE:
+        raise ValueError(f"{name} has target {list(target)[:8]}; it must be probabilities that sum to 1")
 
 
 def _by(items: Iterable[Item], key: Callable[[Item], str]) -> dict[str, list[Item]]:

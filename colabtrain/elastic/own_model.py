@@ -54,6 +54,7 @@ class OwnModel:
     def __init__(self, jev: Any) -> None:
         if absent := [name for name in MEMBERS if not hasattr(jev, name)]:
             raise ValueError(f"jev is a {type(jev).__name__} without {', '.join(absent)}; give a model such as MMJev.tiny()")
+        _check_members(jev)
         self.jev, self.lm, self.heads = jev, jev.lm, jev.heads
         self.name = str(getattr(jev, "name", type(jev).__name__))
         self.rates: Mapping[str, float] = getattr(jev, "rates", {})
@@ -176,6 +177,17 @@ class OwnModel:
         if found != wanted:
             raise ValueError(f"{self.name}.run() gave logits of shapes {found[:8]}, not {wanted[:8]}: 1-D, one per option, a list a record")
         return torch.cat(rows)
+
+
+def _check_members(jev: Any) -> None:
+    kinds: dict[str, type] = {"base": nn.Module, "lm": nn.Module, "heads": nn.Module, "latents": Tensor}
+    wanted = {name: (isinstance(getattr(jev, name), kind), f"a torch {kind.__name__}") for name, kind in kinds.items()}
+    wanted |= {name: (callable(getattr(jev, name)), "a method") for name in MEMBERS[-6:]}
+    for name, (good, what) in wanted.items():
+        if not good:
+            raise ValueError(f"jev.{name} of the {type(jev).__name__} is {repr(getattr(jev, name))[:80]}; it must be {what}")
+    if absent := [name for name in ("layers", "embed_tokens") if not hasattr(jev.lm, name)]:
+        raise ValueError(f"jev.lm of the {type(jev).__name__} is without {', '.join(absent)}; it must be the text model")
 
 
 def _first_seen(jev: Any) -> dict[str, Tensor]:

@@ -54,7 +54,10 @@ class ElasticTask:
         self._aside: set[tuple[int, int]] = set()  # (step, slot) of records that do not fit
         self._current: Part | None = None
         self._adapters_checked = False
+        self._given = model  # a Pretrained has no weights, so it may stay
         self._identity: dict[str, Any] | None = None
+        self._fingerprint: dict[str, Any] | None = None
+        self._content: str | None = None
 
     def check(self) -> None:
         """Raise ValueError naming the first sub-network the model cannot run, or record it cannot read.
@@ -62,6 +65,7 @@ class ElasticTask:
         Changes nothing, so that it may be called before any thread starts.
         """
         self.model.validate(self.subnets)
+        self._check_warmup(self.run.steps or (self.run.epochs or 1) * len(self.records), "at most " if self.run.steps is None else "")
         if not hasattr(self.model, "check_state"):
             return
         for record in (*self.records, *self.selection.calibration, *self._held_out):
@@ -69,6 +73,13 @@ class ElasticTask:
                 self.model.check_state(record.state)
             except ValueError as error:
                 raise ValueError(f"record {record.id!r} of task {record.task!r}: {error}") from None
+
+    def _check_warmup(self, num_steps: int, about: str = "") -> None:
+        if (warmup := self.config.warmup_steps) is not None and warmup > num_steps:
+            raise ValueError(
+                f"warmup_steps={warmup}, but the run has {about}{num_steps:,} steps and would end before its rates are reached; give at "
+                "most that, or leave it out for 5 % of the steps"
+            )
 
     @property
     def num_steps(self) -> int:
@@ -88,6 +99,7 @@ class ElasticTask:
         self.optimizer = Optimizer(self.model.trainable(), config, fp16=self.model.matmul_dtype is torch.float16)
         lengths = [self._length(record) for record in self.records]
         self.schedule = Schedule(lengths, config.batch_size, config.token_budget, config.seed)
+        self._check_warmup(self.num_steps)
         shapes = {name: list(parameter.shape) for name, parameter in self.model.trainable().items()}
         self._trainable_digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]
 
@@ -198,22 +210,26 @@ class ElasticTask:
             parameter.copy_(saved[name])
 
     def fingerprint(self) -> dict[str, Any]:
-        return {**self.identity(), "trainable": self._trainable_digest}
+        if self._fingerprint is None:
+            self._fingerprint = {**self._learned(self.model), "trainable": self._trainable_digest}
+        return self._fingerprint
 
     def identity(self) -> dict[str, Any]:
-        """What is learned from what; known before prepare()."""
+        """What is learned from what, as far as it is known before prepare(): the same before and after."""
         if self._identity is None:
-            self._identity = self._make_identity()
+            self._identity = self._learned(self._given)
         return self._identity
 
-    def _make_identity(self) -> dict[str, Any]:
-        data = hashlib.sha256()
-        for record in self.records:
-            data.update(f"{record.id}/{content_digest(record.state, record.qs, record.targets)}\n".encode())
+    def _learned(self, model: Any) -> dict[str, Any]:
+        if self._content is None:
+            data = hashlib.sha256()
+            for record in self.records:
+                data.update(f"{record.id}/{content_digest(record.state, record.qs, record.targets)}\n".encode())
+            self._content = f"{len(self.records)} records, sha256 {data.hexdigest()[:12]}"
         config = settings(dataclasses.replace(self.config, subnets=self.subnets))
         return {
-            **{f"model.{name}": value for name, value in self.model.fingerprint().items()},
-            "data": f"{len(self.records)} records, sha256 {data.hexdigest()[:12]}",
+            **{f"model.{name}": value for name, value in model.fingerprint().items()},
+            "data": self._content,
             **{f"config.{name}": value for name, value in config.items()},
         }
 
@@ -258,6 +274,21 @@ class ElasticTask:
             f"data: {len(self.records):,} records with {questions:,} questions to train on, {len(self._held_out):,} held out "
             f"({self.selection.held_out_name}), {len(self.selection.calibration):,} set aside for calibration",
         ]
+        lines += [f"take care: {line}" for line in (*self._shared_ids(), *self._unknown_names())]
         if unused := len(self.selection.held_out) - len(self._held_out):
             lines.append(f"left out: {unused:,} held-out records beyond max_eval_records={self.run.max_eval_records}")
         return lines + [f"left out: {n:,} of task {task!r}: {why}" for (why, task), n in self.selection.dropped.items()]
+
+    def _shared_ids(self) -> list[str]:
+        """A record that is both trained on and asked makes every number too good; a person may not know that there are some."""
+        trained = {(record.task, record.id) for record in self.records}
+        places = {"held out": self._held_out, "set aside for calibration": self.selection.calibration}
+        shared = {where: sum((record.task, record.id) in trained for record in records) for where, records in places.items()}
+        return [f"{n:,} records {where} have the id of a record that is trained on" for where, n in shared.items() if n]
+
+    def _unknown_names(self) -> list[str]:
+        tasks = {task for _, task in self.selection.dropped}
+        kinds = {record.modality for record in (*self.records, *self._held_out, *self.selection.calibration)}
+        given = {"exclude_tasks": set(self.config.exclude_tasks) - set(TrainConfig.exclude_tasks) - tasks}
+        given |= {"modalities": set(self.config.modalities or ()) - kinds}
+        return [f"{option} names {', '.join(map(repr, sorted(names)))}, which no record has" for option, names in given.items() if names]

@@ -13,27 +13,21 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from colabtrain.config import SUBNET_FIELDS, SubnetConfig
+from colabtrain.config import SUBNET_FIELDS, SubnetConfig, as_path
+from colabtrain.mmjev.adapter_files import ABOUT, CONFIG, EXTRAS, WEIGHTS, read
 from colabtrain.mmjev.model import MMJev, check_magnitudes
 
-WEIGHTS, CONFIG, EXTRAS, ABOUT = "adapter_model.safetensors", "adapter_config.json", "heads_latents.safetensors", "colabtrain.json"
-CHECKPOINT_WEIGHTS, CHECKPOINT_STATE = "trainable.safetensors", "state.json"
-NESTED = ("state", "lora", "trainable")  # what old files may call the mapping of their tensors
-OTHER_LORA = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
 SHOWN = 8  # names in an error
-
-Named = list[tuple[str, Tensor]]
 
 
 def save_adapter(
@@ -48,14 +42,15 @@ def save_adapter(
     for values that load_adapter() would refuse, for sub-networks other than the heads, and for a folder that holds
     anything but an adapter; OSError if the disk fails, and then an older adapter is still whole.
     """
-    folder = Path(folder).resolve()
+    _check_model(model)
+    folder = as_path(folder, "folder", "name the folder of the adapter").resolve()
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.trainable().items()}
     _check_values(tensors, model.name)
     texts = {CONFIG: _peft_config(model), ABOUT: _about(model, temperatures or {}, subnets)}
     prefix = f"base_model.model.{_prefix(model)}"
     lora = {f"{prefix}{name}.weight": tensor for name, tensor in tensors.items() if ".lora_" in name}
     extras = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
-    _check_replaceable(folder)
+    check_replaceable(folder)
     staging = folder.with_name(f".staging-{folder.name}")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -79,20 +74,29 @@ def load_adapter(model: MMJev, path: str | Path) -> dict[str, Any]:
     subnets, temperatures), {} where there is none. Raises FileNotFoundError, or ValueError naming the tensors that are
     missing, extra, misshapen, not finite or zero, or why the file is refused; the model is then unchanged.
     """
-    path = Path(path)
-    found, about = _read(model, path)
-    take_tensors(model, _by_our_names(model, found, path), str(path))
-    return about
+    _check_model(model)
+    path = as_path(path, "path", "give the folder of an adapter or of a checkpoint, or a .pt file")
+    found = read(path)
+    if found.alpha is not None:
+        _check_alpha(model, found.alpha, path)
+    take_tensors(model, found.by_our_names(_prefix(model)), str(path))
+    return found.about
 
 
 @torch.no_grad()
 def take_tensors(model: Any, tensors: Mapping[str, Tensor], where: str = "the given state") -> None:
     """Set `model`'s trained tensors from `tensors`, by the names of trainable(); raises as load_adapter()."""
+    _check_model(model)
     parameters = model.trainable()
     _check_fit(tensors, parameters, where)
     _check_values(tensors, where)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, type) or not hasattr(model, "trainable"):
+        raise ValueError(f"the model is {repr(model)[:80]}; give an MMJev, such as MMJev.tiny()")
 
 
 # What is written
@@ -143,9 +147,10 @@ def _about(model: MMJev, temperatures: Mapping[str, Any], subnets: Mapping[str, 
     return json.dumps(fields, indent=1)
 
 
-def _check_replaceable(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give a folder")
+def check_replaceable(folder: Path) -> None:
+    """Raise ValueError where `folder` is something else than an adapter, or nothing yet."""
+    if files := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
+        raise ValueError(f"{files[0]} is a file; give a folder")
     others = {path.name for path in folder.iterdir()} - {WEIGHTS, CONFIG, EXTRAS, ABOUT} if folder.exists() else set[str]()
     if others:
         raise ValueError(f"{folder} holds {sorted(others)[:SHOWN]}, which a new adapter would replace; give a folder of its own")
@@ -180,83 +185,10 @@ def _sync(path: Path) -> None:
 # What is read
 
 
-def _read(model: MMJev, path: Path) -> tuple[Named, dict[str, Any]]:
-    if not path.exists():
-        raise FileNotFoundError(f"adapter {str(path)!r} does not exist; give a folder with {WEIGHTS}, a checkpoint or a .pt file")
-    if path.is_file():
-        return _read_pt(path), {}
-    if (path / WEIGHTS).exists():
-        _check_lora_config(model, _read_json(path / CONFIG), path)
-        tensors = _read_safetensors(path / WEIGHTS)
-        if (path / EXTRAS).exists():
-            tensors += _read_safetensors(path / EXTRAS)
-        return tensors, _read_json(path / ABOUT) if (path / ABOUT).exists() else {}
-    if (path / CHECKPOINT_WEIGHTS).exists():
-        fingerprint = _read_json(path / CHECKPOINT_STATE).get("fingerprint", {})
-        _check_alpha(model, fingerprint.get("config.lora_alpha"), path)
-        return _read_safetensors(path / CHECKPOINT_WEIGHTS), {}
-    raise ValueError(f"{path} holds neither {WEIGHTS} nor {CHECKPOINT_WEIGHTS}; give the folder of an adapter or of one checkpoint")
-
-
-def _read_safetensors(path: Path) -> Named:
-    try:
-        return list(load_file(path).items())
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return cast(dict[str, Any], fields)
-
-
-def _read_pt(path: Path) -> Named:
-    try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # its own text advises to switch the protection off
-        asked = re.search(r"GLOBAL (\S+)", str(error))
-        why = f"it asks for {asked[1]}, and nothing in it is executed" if asked else f"{type(error).__name__} on reading it"
-        raise ValueError(f"{path} is refused: not a file of plain tensors ({why})") from None
-    if not isinstance(loaded, Mapping):
-        raise ValueError(f"{path} is refused: it holds a {type(loaded).__name__}, not a mapping name -> tensor")
-    pairs = list[tuple[Any, Any]]()
-    for name, value in cast(Mapping[Any, Any], loaded).items():
-        pairs += cast(Mapping[Any, Any], value).items() if name in NESTED and isinstance(value, Mapping) else [(name, value)]
-    return [(str(name), value) for name, value in pairs if isinstance(value, Tensor)]  # a step count and the like is no tensor
-
-
-def _by_our_names(model: MMJev, tensors: Named, path: Path) -> dict[str, Tensor]:
-    """`tensors` by the names of trainable(). peft's may come from any class of the same text model."""
-    at = rf"(?:{re.escape(_prefix(model))}|(?:model\.)?(?:language_model\.)?)"
-    peft = re.compile(rf"base_model\.model\.{at}(layers\..+\.lora_[AB])(?:\.default)?\.weight")
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        match = peft.fullmatch(name)
-        name = match[1] if match else name
-        if name in named:
-            raise ValueError(f"{path} has {name!r} twice, under two names; keep one")
-        named[name] = tensor
-    return named
-
-
-def _check_lora_config(model: MMJev, config: Mapping[str, Any], path: Path) -> None:
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA can be loaded")
-    for name in OTHER_LORA:
-        if config.get(name):
-            raise ValueError(f"{path}: {name}={config[name]!r}; only plain LoRA can be loaded")
-    _check_alpha(model, config.get("lora_alpha"), path)
-
-
-def _check_alpha(model: MMJev, alpha: float | None, path: Path) -> None:
+def _check_alpha(model: MMJev, alpha: float, path: Path) -> None:
     """alpha is in no tensor: with another one the same weights would be another function."""
     _, mine = _lora_shape(model)
-    if alpha is not None and not math.isclose(alpha, mine):
+    if not math.isclose(alpha, mine):
         raise ValueError(
             f"{path}: lora_alpha={alpha}, but the model has {mine:g}; call model.configure(subnets, lora_r, lora_alpha={alpha})"
         )
@@ -269,7 +201,7 @@ def _check_fit(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], 
         "misshapen": [
             f"{name} {list(tensors[name].shape)} for {list(parameter.shape)}"
             for name, parameter in parameters.items()
-            if name in tensors and tensors[name].shape != parameter.shape
+            if isinstance(tensors.get(name), Tensor) and tensors[name].shape != parameter.shape
         ],
         "no plain numbers": [name for name, tensor in tensors.items() if not _is_plain(tensor)],
     }
@@ -278,8 +210,8 @@ def _check_fit(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], 
         raise ValueError(f"{where} does not fit the model ({said}); configure it with the exits and LoRA shape it was trained with")
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def _check_values(tensors: Mapping[str, Tensor], where: str) -> None:

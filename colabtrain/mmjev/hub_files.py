@@ -27,7 +27,11 @@ class ModelFiles:
     The token is looked up once, here, because Colab's Secrets answer on the main thread only; it is never shown.
     """
 
-    def __init__(self, name: str, token: str | None = None, revision: str | None = None) -> None:
+    def __init__(self, name: str | Path, token: str | None = None, revision: str | None = None) -> None:
+        given: Any = name
+        if not isinstance(given, (str, Path)) or not str(name).strip():
+            raise ValueError(f"the name of the model is {name!r}; give a folder, or one on the Hub such as google/gemma-3n-E4B-it")
+        name = str(name)
         self.name, self.revision = name, revision
         self.folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else None
         self._token = "" if self.folder else (token or huggingface_hub.get_token() or "").strip()

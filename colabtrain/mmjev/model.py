@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colabtrain.config import SubnetConfig, check_subnets, default_subnets
+from colabtrain.config import SubnetConfig, TrainConfig, check_subnets, default_subnets
 from colabtrain.mmjev import backbone, tiny
 from colabtrain.mmjev.fingerprint import base_fingerprint
 from colabtrain.mmjev.lora import Dropout, LoRALinear, add_lora, check_projections
@@ -70,6 +70,7 @@ class MMJev(nn.Module):
     @classmethod
     def tiny(cls, seed: int = 0) -> MMJev:
         """A random Gemma 3n small enough for two CPU cores, with a tokenizer of hashed words. Needs no download."""
+        TrainConfig(seed=seed)  # checks it
         lm = tiny.language_model(seed)
         words = tiny.HashedWords()
         (yes,), (no,) = words.encode("yes"), words.encode("no")
@@ -259,9 +260,10 @@ def check_soft_tokens(state: Sequence[Seg], hidden_size: int, name: str) -> None
     for seg in state:
         if seg.kind == "text":
             continue
-        if not isinstance(seg.data, Tensor) or seg.data.dim() != 2 or seg.data.shape[1] != hidden_size:
+        soft = seg.data if isinstance(seg.data, Tensor) and seg.data.is_floating_point() else torch.zeros(0)
+        if soft.dim() != 2 or soft.shape[1] != hidden_size:
             raise ValueError(
-                f"{name} cannot read a segment of kind {seg.kind!r} from {str(seg.data)[:60]!r}; give a tensor of soft tokens "
+                f"{name} cannot read a segment of kind {seg.kind!r} from {str(seg.data)[:60]!r}; give a float tensor of soft tokens "
                 f"[num_tokens, {hidden_size}], or train on text alone with modalities=('text',)"
             )
         check_magnitudes(seg.data, f"the soft tokens of a segment of kind {seg.kind!r}")

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from colabtrain.records.schema import Record, to_record
 
+HELD_OUT_NAMES = ("test", "val", "validation", "calibration")  # of splits; as the name of a task, a slip
+
 
 def load_records(source: Any) -> list[Record]:
     """Records from a path (JSONL), a list of paths or of records, or a mapping name -> any of these.
@@ -18,21 +20,22 @@ def load_records(source: Any) -> list[Record]:
     """
     records = list(_read(source, None, "data"))
     if not records:
-        names = ", ".join(map(str, source)) if isinstance(source, (list, tuple)) else str(source)
-        raise ValueError(f"data {names[:200]!r} holds no records; give at least one")
+        raise ValueError(f"data={repr(source)[:200]} holds no records; give at least one")
     return records
 
 
 def _read(source: Any, task: str | None, where: str) -> Iterator[Record]:
     if isinstance(source, (str, Path)):
-        yield from _read_jsonl(Path(source), task)
-    elif isinstance(source, Mapping) and "qs" not in source:
+        yield from _read_jsonl(source, task, where)
+    elif isinstance(source, Mapping) and not {"qs", "state"} & set(source):
         for name, part in cast(Mapping[str, Any], source).items():
-            yield from _read(part, str(name), f"data[{name!r}]")
-    elif isinstance(source, Sequence):
+            yield from _checked_split(_read(part, str(name), f"data[{name!r}]"), str(name))
+    elif isinstance(source, (Mapping, Record)):
+        raise ValueError(f"{where} is a {type(source).__name__} that is one record; give a list of them, such as data=[record]")
+    elif isinstance(source, Sequence) and not isinstance(source, (bytes, bytearray)):
         for index, item in enumerate(cast(Sequence[Any], source)):
             if isinstance(item, (str, Path)):
-                yield from _read_jsonl(Path(item), task)
+                yield from _read_jsonl(item, task, where)
             elif isinstance(item, Mapping) or all(hasattr(item, name) for name in Record.__slots__):
                 yield to_record(cast("Mapping[str, Any] | Record", item), f"{where}[{index}]", task or "data")
             else:
@@ -41,10 +44,22 @@ def _read(source: Any, task: str | None, where: str) -> Iterator[Record]:
         raise ValueError(f"{where} is a {type(source).__name__}; give a path, a list of records, or a mapping name -> either")
 
 
-def _read_jsonl(path: Path, task: str | None) -> Iterator[Record]:
-    if path.is_dir() or not path.exists():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise FileNotFoundError(f"data file {str(path)!r} {what} (the working directory is {str(Path.cwd())!r}); give a .jsonl file")
+def _checked_split(records: Iterator[Record], name: str) -> Iterator[Record]:
+    for record in records:
+        if name in HELD_OUT_NAMES and record.split == "train":
+            raise ValueError(
+                f"data[{name!r}] holds record {record.id!r} of split 'train' (what a record is that does not say); the names of a mapping "
+                f"are tasks: write split={name!r} into its records to have them held out, or give the task another name"
+            )
+        yield record
+
+
+def _read_jsonl(source: str | Path, task: str | None, where: str) -> Iterator[Record]:
+    path = Path(source).expanduser()
+    if what := _no_file(path) if str(source).strip() else "has no name":
+        raise FileNotFoundError(
+            f"{where} file {str(source)[:200]!r} {what} (the working directory is {str(Path.cwd())!r}); give the path of a .jsonl file"
+        )
     task = path.name.split(".")[0] if task is None else task
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -52,11 +67,20 @@ def _read_jsonl(path: Path, task: str | None) -> Iterator[Record]:
                 yield to_record(_parse(line, f"{path.name} line {number}"), f"{path.name} line {number}", task)
 
 
+def _no_file(path: Path) -> str:
+    try:
+        return "is a folder" if path.is_dir() else "" if path.exists() else "does not exist"
+    except OSError as error:  # a text instead of its path
+        return f"cannot be opened: {error.strerror}"
+
+
 def _parse(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         raw = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8 text ({error.reason} at its byte {error.start}); save the file as UTF-8") from None
+        raise ValueError(
+            f"{where} is not UTF-8 text ({error.reason} at its byte {error.start}); give JSONL saved as UTF-8, not compressed"
+        ) from None
     except json.JSONDecodeError as error:
         what = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise ValueError(f"{where} is not JSON ({what}); one record a line is wanted, on one line of its own") from None

@@ -7,8 +7,10 @@ probabilities that sum to one, answers in range. Everything it refuses, it refus
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
@@ -83,6 +85,7 @@ def to_record(raw: Mapping[str, Any] | Record, where: str, default_task: str = "
     if not isinstance(raw, Mapping):  # not `is a Record`: after a reload of modules those from before are of another class
         raw = {name: getattr(raw, name) for name in Record.__slots__}
     who = where if raw.get("id") is None else f"{where} (id {raw['id']!r})"
+    _check_names(raw, who)
     qs = _sequence(raw.get("qs"), f"{who}: qs", "questions")
     if not qs:
         raise ValueError(f"{who}: qs is empty; a record needs at least one question, or leave the record out")
@@ -106,7 +109,16 @@ def to_record(raw: Mapping[str, Any] | Record, where: str, default_task: str = "
     )
 
 
+def _check_names(raw: Mapping[str, Any], who: str) -> None:
+    """A field that is not known may be anything, but for one that is nearly the name of a field that is missing."""
+    absent = [name for name in Record.__slots__ if raw.get(name) is None]
+    for name in raw:
+        if name not in Record.__slots__ and (meant := difflib.get_close_matches(str(name).lower(), absent, n=1, cutoff=0.8)):
+            raise ValueError(f"{who}: unknown field {name!r}; did you mean {meant[0]!r}?")
+
+
 def _sequence(value: Any, what: str, of: str) -> list[Any]:
+    value = value.tolist() if hasattr(value, "tolist") else value  # an array of numpy, torch or pandas
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise ValueError(f"{what} is {_shown(value)}; it must be a list of {of}")
     return list(cast(Sequence[Any], value))
@@ -223,9 +235,9 @@ def _target(target: Any, y: Any, num_options: int, name: str, from_ys: bool) -> 
     if len(values) != num_options:
         raise ValueError(f"{name}: targets has {len(values)} probabilities for {num_options} options; give one an option, in option order")
     for value in values:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MAX_PROBABILITY:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= MAX_PROBABILITY:
             raise ValueError(f"{name}: targets contains {value!r}; probabilities are finite numbers of at least 0")
-    total = sum(values)
+    total = float(sum(values))
     if abs(total - 1.0) > SUM_TOLERANCE:
         raise ValueError(f"{name}: targets sum to {total:g}; they must sum to 1 (divide them by their sum)")
     if abs(total - 1.0) < 1e-12:  # as they are: a record that is written and read again stays the same to the last bit
@@ -238,9 +250,9 @@ def _answer(y: Any, target: tuple[float, ...], name: str, from_targets: bool) ->
 
 
 def _index(y: Any, num_options: int, name: str) -> int:
-    if not isinstance(y, int) or isinstance(y, bool) or not 0 <= y < num_options:
+    if isinstance(y, bool) or not isinstance(y, numbers.Integral) or not 0 <= int(y) < num_options:
         raise ValueError(f"{name}: ys is {_shown(y)}; it must be the index of the answer, 0 to {num_options - 1}")
-    return y
+    return int(y)
 
 
 def content_digest(state: Sequence[Seg], qs: Sequence[Question], targets: Sequence[Sequence[float]]) -> str:

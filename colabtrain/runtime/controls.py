@@ -10,9 +10,22 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 FILES = ("STOP", "PAUSE")
 POLL_SECONDS = 0.2  # how soon a paused run sees that a file came or went, and a waiting cell its interrupt
+
+
+def check_timeout(call: str, timeout: Any) -> None:
+    """Raise ValueError where `timeout` is no number of seconds, nor None."""
+    if timeout is not None and (not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout >= 0):
+        raise ValueError(f"{call}(timeout={timeout!r}) is no time; give seconds of at least 0, or None to wait for ever")
+
+
+def check_wait(call: str, wait: Any) -> None:
+    """Raise ValueError where `wait` is not a bool, such as a time that was meant for `timeout`."""
+    if not isinstance(wait, bool):
+        raise ValueError(f"{call}(wait={wait!r}) is of type {type(wait).__name__}; it must be True or False (seconds go by timeout=)")
 
 
 class Controls:

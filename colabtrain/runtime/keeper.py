@@ -15,15 +15,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from colabtrain.config import RunConfig
 from colabtrain.device import machine
 from colabtrain.runtime import checkpoint
-from colabtrain.runtime.checkpoint import Checkpoint, CheckpointError
+from colabtrain.runtime.checkpoint import TENSOR_GROUPS, Checkpoint, CheckpointError
 from colabtrain.runtime.diary import DIARY_FILE, Diary
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.task import Task
 
 Hook = Callable[[Path, int], object]
+SHOWN = 6  # differences in an error
 LAST_SAVE_TRIES, RETRY_SECONDS = 3, 1.0
 
 
@@ -37,6 +40,7 @@ class Keeper:
         self.folder = folder / "checkpoints"
         self.saved_step = 0  # of the newest good checkpoint; 0: none
         self._tried_at, self._wait = time.monotonic(), config.first_checkpoint_seconds
+        self._why = ""  # the last save failed
 
     @property
     def task(self) -> Task:
@@ -57,11 +61,12 @@ class Keeper:
             return True
         started = time.perf_counter()
         try:
-            tensors, meta = self.task.state()
+            tensors, meta = _checked(self.task, self.task.state())
             snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size())
             path = checkpoint.write(self.folder, snapshot, self.diary.path)
             checkpoint.prune(path, self.config.keep_local)
         except (OSError, CheckpointError, TypeError, ValueError) as error:
+            self._why = str(error)
             self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {error}; training goes on", step=step)
             return False
         finally:
@@ -89,8 +94,8 @@ class Keeper:
             if self.save(step, recorder):
                 return
         raise RuntimeError(
-            f"step {step:,} could not be saved; the newest checkpoint is of step {self.saved_step:,}. "
-            f"Make room in {str(self.folder)!r} and start the run again"
+            f"step {step:,} could not be saved; the newest checkpoint is of step {self.saved_step:,} ({self._why}). Put that right (if it "
+            f"is the disk, make room in {str(self.folder)!r}) and start the run again"
         )
 
     def save_after_failure(self, step: int, recorder: Recorder) -> None:
@@ -117,8 +122,7 @@ class Keeper:
         with resume=False, when there is any.
         """
         paths = checkpoint.listed(self.folder)
-        if not resume and paths:
-            raise ValueError(f"resume=False, but {self.folder} has checkpoints; give an empty run folder, or leave resume out")
+        refuse(self.folder, resume)
         for path in paths:
             try:
                 found = checkpoint.read(path)
@@ -136,13 +140,8 @@ class Keeper:
         return 0
 
     def _check(self, found: Checkpoint) -> None:
-        saved = found.state["fingerprint"]
-        mine = json.loads(json.dumps(self.task.fingerprint()))  # what it would be after a round trip: tuples are lists there
-        if different := differences(saved, mine):
-            raise ValueError(
-                f"checkpoint {found.path} belongs to another experiment ({different}); "
-                "use the same data and settings, or give another run folder"
-            )
+        if different := differences(found.state["fingerprint"], _through_json(self.task.fingerprint())):
+            raise _another_experiment(found.path, different)
 
     def _take(self, found: Checkpoint, recorder: Recorder) -> None:
         totals, rng = dict(found.state["totals"]), found.state["rng"]
@@ -160,10 +159,65 @@ class Keeper:
             self.diary.log(f"another machine than the checkpoint's ({changes}): numbers may differ in their last bits from here on")
 
 
+def check_state(task: Task) -> None:
+    """Raise ValueError where what state() gives cannot be saved: before the first step, not when it is to be kept."""
+    try:
+        answer = task.state()
+    except Exception:  # it may need a step that was made
+        return
+    _, meta = _checked(task, answer)
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{type(task).__name__}.state() gave a meta that JSON cannot hold: {error}") from None
+
+
+def _checked(task: Task, answer: Any) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Mapping) and set(answer[0]) == set(TENSOR_GROUPS)):
+        shown = f"a {type(answer).__name__}" if not isinstance(answer, tuple) else f"{len(answer)} values, not the tensors by these names"
+        raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give ({{'trainable': {{...}}, 'optimizer': {{...}}}}, meta)")
+    return answer
+
+
+def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    """Raise ValueError where a resume from the checkpoints in `folder` will be refused, as far as that is known before the
+    task is prepared: with resume=False where there is any, else where identity() differs from what the newest says of it."""
+    run = folder.parent
+    is_one, has_some = ((path / checkpoint.MANIFEST).exists() for path in (run, next(iter(checkpoint.listed(run)), run)))
+    if is_one or has_some:  # the diary of a new run would spoil the checkpoint
+        owner = run.parent.parent if is_one else run.parent
+        raise ValueError(f"run_dir: {run} is part of the run in {owner}; give that folder to go on, or another one")
+    paths = checkpoint.listed(folder)
+    if not resume and paths:
+        raise ValueError(f"resume=False, but {folder} has checkpoints; give an empty run folder, or leave resume out")
+    if not paths or identity is None:
+        return
+    try:
+        saved: dict[str, Any] = dict(json.loads((paths[0] / checkpoint.STATE).read_text())["fingerprint"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # restore() says what is wrong with it, and takes an older one
+    mine = _through_json(identity())
+    known = saved.keys() & mine.keys()
+    if different := differences({k: saved[k] for k in saved if k in known}, {k: mine[k] for k in mine if k in known}):
+        raise _another_experiment(paths[0], different)
+
+
+def _through_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """What it is when it is read again: tuples are lists there."""
+    return json.loads(json.dumps(fingerprint))
+
+
+def _another_experiment(path: Path, different: str) -> ValueError:
+    return ValueError(
+        f"checkpoint {path} belongs to another experiment ({different}); use the same data and settings, or give another run folder"
+    )
+
+
 def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], whose: str = "checkpoint") -> str:
     """Where two flat mappings differ, for people; empty if they are equal."""
     names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
-    return "; ".join(f"{name}: {whose} {saved.get(name)!r}, now {mine.get(name)!r}" for name in names)
+    shown = [f"{name}: {whose} {saved.get(name)!r}, now {mine.get(name)!r}" for name in names[:SHOWN]]
+    return "; ".join(shown + [f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN))
 
 
 def adopt_diary(folder: Path) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from colabtrain.config import RunConfig
 from colabtrain.device import is_dead, release_memory
 from colabtrain.runtime.diary import Diary, duration
-from colabtrain.runtime.keeper import Keeper
+from colabtrain.runtime.keeper import Keeper, check_state
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.retry import Retry
 from colabtrain.task import Describes, Diagnoses, Ends, Evaluates, Says, Task
@@ -36,6 +37,7 @@ def train(task: Task, diary: Diary, keeper: Keeper, config: RunConfig, gate: Gat
     if isinstance(task, Says):
         task.say = diary.log
     task.prepare()
+    check(task)
     if isinstance(task, Describes):
         for line in task.describe():
             diary.log(line)
@@ -52,6 +54,21 @@ def train(task: Task, diary: Diary, keeper: Keeper, config: RunConfig, gate: Gat
     end(task, diary, keeper.folder.parent)
     diary.log(f"done in {duration(time.monotonic() - started)}")
     return True
+
+
+def check(task: Task) -> None:
+    """Raise ValueError where a prepared task cannot be trained or resumed."""
+    name, number = type(task).__name__, task.num_steps
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{name}.num_steps is {number!r} after prepare(); it must be an int of at least 1")
+    fingerprint: Any = task.fingerprint()
+    try:
+        good = isinstance(fingerprint, Mapping) and bool(json.dumps(fingerprint))
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise ValueError(f"{name}.fingerprint() gave {repr(fingerprint)[:80]}; it must give a mapping that JSON can hold")
+    check_state(task)
 
 
 def steps(task: Task, keeper: Keeper, recorder: Recorder, config: RunConfig, gate: Gate, step: int) -> int:

@@ -35,18 +35,21 @@ def launch(run: Run, replace: bool = False) -> Run:
     """Start `run`, or return the live run that does just the same in the same folder.
 
     Raises AlreadyRunning, naming the live run and the differences, where another one has the folder or the model;
-    with replace those are stopped first, unless one of them trains something else in this folder.
+    with replace those are stopped first, once nothing else is seen to be wrong. Raises ValueError as Run.check().
     """
     with _launching:
         others = [other for other in live_runs() if _same_folder(other, run) or other.owned is run.owned]
         for other in others:
             if _same_folder(other, run) and (learned := _learned(other, run)):
                 raise AlreadyRunning(f"{other!r} trains something else in this folder ({learned}); stop it, and give another run_dir")
+            if replace and not run.resumes and _same_folder(other, run):
+                raise ValueError(f"resume=False, but {other!r} saves in this folder when it is replaced; give another run_dir")
         if not replace:
             for other in others:
                 if not (why := _conflict(other, run)):
                     return other
                 raise AlreadyRunning(f"{other!r} is alive {why}; stop it first (run.stop()), or give replace=True to have it stopped")
+        run.check()
         for other in others:
             _replace(other)
         run.launch()

@@ -91,10 +91,16 @@ class Retry:
 def _attempt(task: Task, i: int, splits: int) -> StepReport | str:
     """The report, or the text of an error that says that memory ran out."""
     try:
-        return task.step(i, splits) if splits > 1 else task.step(i)
+        report: Any = task.step(i, splits) if splits > 1 else task.step(i)
     except Exception as error:
         if not device.is_out_of_memory(error):
             raise
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         device.forget(error)
-    return text
+        return text
+    if not isinstance(report, StepReport):
+        name = type(task).__name__
+        raise ValueError(
+            f"{name}.step() gave a {type(report).__name__}; it must give a StepReport, such as StepReport(loss={{'loss': loss}})"
+        )
+    return report

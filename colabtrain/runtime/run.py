@@ -21,9 +21,9 @@ import torch
 from colabtrain import device
 from colabtrain.config import RunConfig
 from colabtrain.runtime import checkpoint, loop
-from colabtrain.runtime.controls import FILES, Controls
+from colabtrain.runtime.controls import FILES, Controls, check_timeout, check_wait
 from colabtrain.runtime.diary import Diary, Tail, history
-from colabtrain.runtime.keeper import Hook, Keeper, adopt_diary
+from colabtrain.runtime.keeper import Hook, Keeper, adopt_diary, refuse
 from colabtrain.runtime.lock import FolderLock
 from colabtrain.runtime.retry import NeedsRestart
 from colabtrain.task import Borrows, Task
@@ -67,7 +67,7 @@ class Run:
         self.owned = task if owned is None else owned
         self.identity = identity
         self._task: Task | None = task
-        self._resume_saved, self._on_checkpoint = resume, on_checkpoint
+        self.resumes, self._on_checkpoint = resume, on_checkpoint
         self._state: State = "starting"  # written by the worker alone
         self._controls, self._done = Controls(self.folder), threading.Event()
         self._lock = FolderLock(self.folder)
@@ -85,6 +85,11 @@ class Run:
     def saved_step(self) -> int:
         """Step of the newest good checkpoint; 0 if there is none."""
         return self._keeper.saved_step
+
+    def check(self) -> None:
+        """Raise ValueError where it is seen beforehand that the folder cannot be used, or holds another experiment."""
+        self._lock.check()
+        refuse(self.folder / "checkpoints", self.resumes, self.identity)
 
     def launch(self) -> None:
         """Lock the folder and start the thread. Raises AlreadyRunning if another process trains in the folder."""
@@ -121,16 +126,19 @@ class Run:
         """Go on after pause(). Returns at once."""
         self._controls.resume()
 
-    def stop(self, wait: bool = True, timeout: float = 120.0) -> State:
+    def stop(self, wait: bool = True, timeout: float | None = 120.0) -> State:
         """Stop at the next step boundary and save. With wait, returns when that is done, at most `timeout` seconds later:
         then the state is still `stopping`, and the step that is stuck is named in the log."""
+        check_wait("stop", wait)
+        check_timeout("stop", timeout)
         self._controls.stop()
-        if wait and not self._await_end(timeout):
+        if wait and not self._await_end(timeout) and timeout is not None:
             self.diary.log(f"step {self.step + 1:,} has not ended {timeout:g} s after stop(); the run stops when it does")
         return self.state
 
     def wait(self, timeout: float | None = None) -> State:
         """Wait for the end; an interrupt leaves the run alive. Raises RunFailed with the traceback if it failed."""
+        check_timeout("wait", timeout)
         try:
             self._await_end(timeout)
         except KeyboardInterrupt:
@@ -159,6 +167,7 @@ class Run:
 
     def checkpoint(self, wait: bool = False) -> int:
         """Save at the next step boundary; with wait, when that is done. Returns the step of the newest good checkpoint."""
+        check_wait("checkpoint", wait)
         number = self._controls.ask_to_save()
         if wait and not self.held_up_by_me():
             self._controls.await_save(number)
@@ -220,7 +229,7 @@ class Run:
                 self.identity()  # now, for later: it must not be asked for the first time after a reload of modules
             with torch.enable_grad():  # grad mode is per thread; whatever the calling cell had does not hold here
                 self.diary.write("run_started", f"run {self.folder} started", pid=os.getpid(), torch=torch.__version__)
-                done = loop.train(self._task, self.diary, self._keeper, self.config, self, self._resume_saved)
+                done = loop.train(self._task, self.diary, self._keeper, self.config, self, self.resumes)
             self._end("finished" if done else "stopped")
         except BaseException as error:
             # Only the text is kept: the exception would keep every tensor of the failed step alive.
