@@ -215,3 +215,10 @@ def test_what_is_there_at_the_end(undisturbed: Path) -> None:
     saved = {name: tensor for name, tensor in load_file(undisturbed / "checkpoints/step-00000014/trainable.safetensors").items()}
     assert all(torch.equal(parameter, saved[name]) for name, parameter in model.trainable().items())
     assert re.search(r" done in \d+ s\n.* finished at step 14 of 14", (undisturbed / "train.log").read_text())
+
+
+def test_a_warm_up_longer_than_the_run_is_a_slow_run_and_said(tmp_path: Path) -> None:
+    """Old cells have warmup=50 whatever the data; that is sane, and worth a word."""
+    assert start(tmp_path, warmup_steps=50).wait(SECONDS) == "finished"
+    assert "take care: warmup_steps=50 is more than the run's 14 steps" in (tmp_path / "train.log").read_text()
+    assert 0 < events(tmp_path, "step")[0]["lr"]["lora"] == pytest.approx(2e-3 / 50)

@@ -424,8 +424,6 @@ OPTIONS = [
     option("teacher='full' is unknown; it must be one of train, eval, none", teacher="full"),
     option("clip='global' is unknown; it must be one of group, joint", clip="global"),
     option("kl_temperature=0 is too small; it must be at least 0.01", kl_temperature=0),
-    option("warmup_steps=50, but the run has 1 steps and would end before its rates are reached; give at most that", warmup_steps=50),
-    option("warmup_steps=50, but the run has at most 20 steps", warmup_steps=50, steps=None, epochs=2),
     option("unknown option batchsize=8; did you mean batch_size?", batchsize=8),
     option("unknown option rundir='x'; did you mean run_dir?", rundir="x"),
     option("unknown option lr=0.1; did you mean lr_heads or lr_lora?", lr=0.1),

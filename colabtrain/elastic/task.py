@@ -65,7 +65,6 @@ class ElasticTask:
         Changes nothing, so that it may be called before any thread starts.
         """
         self.model.validate(self.subnets)
-        self._check_warmup(self.run.steps or (self.run.epochs or 1) * len(self.records), "at most " if self.run.steps is None else "")
         if not hasattr(self.model, "check_state"):
             return
         for record in (*self.records, *self.selection.calibration, *self._held_out):
@@ -73,13 +72,6 @@ class ElasticTask:
                 self.model.check_state(record.state)
             except ValueError as error:
                 raise ValueError(f"record {record.id!r} of task {record.task!r}: {error}") from None
-
-    def _check_warmup(self, num_steps: int, about: str = "") -> None:
-        if (warmup := self.config.warmup_steps) is not None and warmup > num_steps:
-            raise ValueError(
-                f"warmup_steps={warmup}, but the run has {about}{num_steps:,} steps and would end before its rates are reached; give at "
-                "most that, or leave it out for 5 % of the steps"
-            )
 
     @property
     def num_steps(self) -> int:
@@ -99,7 +91,6 @@ class ElasticTask:
         self.optimizer = Optimizer(self.model.trainable(), config, fp16=self.model.matmul_dtype is torch.float16)
         lengths = [self._length(record) for record in self.records]
         self.schedule = Schedule(lengths, config.batch_size, config.token_budget, config.seed)
-        self._check_warmup(self.num_steps)
         shapes = {name: list(parameter.shape) for name, parameter in self.model.trainable().items()}
         self._trainable_digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]
 
@@ -275,6 +266,11 @@ class ElasticTask:
             f"({self.selection.held_out_name}), {len(self.selection.calibration):,} set aside for calibration",
         ]
         lines += [f"take care: {line}" for line in (*self._shared_ids(), *self._unknown_names())]
+        if (self.config.warmup_steps or 0) > self.num_steps:
+            lines.append(
+                f"take care: warmup_steps={self.config.warmup_steps} is more than the run's {self.num_steps:,} steps: it ends before its "
+                "learning rates are reached"
+            )
         if unused := len(self.selection.held_out) - len(self._held_out):
             lines.append(f"left out: {unused:,} held-out records beyond max_eval_records={self.run.max_eval_records}")
         return lines + [f"left out: {n:,} of task {task!r}: {why}" for (why, task), n in self.selection.dropped.items()]
