@@ -477,6 +477,7 @@ def test_a_full_disk_is_called_that(hub: list[str], monkeypatch: pytest.MonkeyPa
 # Through start()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # matplotlib 3.10's use of pyparsing
 def test_start_takes_a_name_and_loads_in_the_background(checkpoint: Path, tmp_path: Path) -> None:
     """The weights come while the run is `starting`, shard by shard, in the log; the same cell again finds the same run."""
     records = help_desk(12)
