@@ -118,6 +118,7 @@ class ElasticTask:
             raise
 
     def _step(self, i: int, splits: int) -> StepReport:
+        self._current = None  # or an earlier attempt's record would be blamed
         self.model.train()  # a cell may have called eval()
         self._choose_checkpoint_layers(splits)
         self.optimizer.adamw.zero_grad(set_to_none=True)  # a cell may have called backward()
