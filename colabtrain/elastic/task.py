@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from colabtrain.config import HEADS_LR, LORA_LR, RunConfig, SubnetConfig, TrainConfig, settings
-from colabtrain.device import free_bytes, is_dead
+from colabtrain.device import forget, free_bytes, is_dead
 from colabtrain.elastic import evaluate
 from colabtrain.elastic.batches import Schedule, capped, estimated_length, plan_record, planned_length
 from colabtrain.elastic.calibrate import calibrate
@@ -89,7 +89,8 @@ class ElasticTask:
         lengths = [self._length(record) for record in self.records]
         self.schedule = Schedule(lengths, config.batch_size, config.token_budget, config.seed)
         shapes = {name: list(parameter.shape) for name, parameter in self.model.trainable().items()}
-        self._trainable_digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]
+        self._loaded = {f"model.{name}": value for name, value in self.model.fingerprint().items()}  # a mere name said less
+        self._loaded["trainable"] = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]
 
     def _choose_checkpoint_layers(self, splits: int = 1) -> None:
         """What memory needs or the person says; a retry recomputes all layers, which changes no gradient."""
@@ -199,7 +200,7 @@ class ElasticTask:
             parameter.copy_(saved[name])
 
     def fingerprint(self) -> dict[str, Any]:
-        return {**self.identity(), "trainable": self._trainable_digest}
+        return {**self.identity(), **self._loaded}
 
     def identity(self) -> dict[str, Any]:
         """What is learned from what; known before prepare()."""
@@ -245,8 +246,11 @@ class ElasticTask:
                     f"{name} {r['overall']['nll_before']:.4f} -> {r['overall']['nll_after']:.4f}" for name, r in reports.items()
                 )
                 yield "calibration", f"calibrated on {len(self.selection.calibration):,} records: nll {nll}", {"results": reports}
-        except ValueError as error:
-            yield "calibration_failed", f"no temperatures: {error}", {}
+        except Exception as error:  # it must not cost the adapter
+            if is_dead(error):
+                raise
+            forget(error)
+            yield "calibration_failed", f"no temperatures: {type(error).__name__}: {error}", {}
         if isinstance(self.model, MMJev) and self.model.adapters:
             path = save_adapter(self.model, self.run.adapter_dir or folder / "adapter", reports, self.subnets)
             yield "adapter_saved", f"adapter saved in {path}", {"path": str(path)}
