@@ -177,6 +177,8 @@ class Run:
             started, task = time.monotonic(), self._task
             if task is None:
                 raise RuntimeError("this run has let go of its model (run.free()); start it again to have one")
+            if heir := self._heir():
+                raise RuntimeError(f"{heir!r} trains this model now; borrow it from that run")
             if not isinstance(task, Borrows):
                 raise RuntimeError(f"{type(task).__name__} has no borrow(); give it one, such as: return inference(self.model)")
             random_state = checkpoint.rng_state()
@@ -187,6 +189,12 @@ class Run:
                 checkpoint.set_rng_state(random_state)
                 if (seconds := time.monotonic() - started) > LONG_BORROW_SECONDS and self._state not in ENDED:
                     self.diary.log(f"training stood still for {seconds:.0f} s while the model was borrowed")
+
+    def _heir(self) -> Run | None:
+        """The live run that has the model, once this one has ended."""
+        jobs: list[Run | None] = [getattr(thread, "job", None) for thread in threading.enumerate() if thread is not self.thread]
+        others = [job for job in jobs if job is not None and job.state not in ENDED and job.owned is self.owned]
+        return others[0] if others and self._state in ENDED else None
 
     def history(self) -> dict[str, list[Any]]:
         """What was recorded at each step so far, over all machines: column name -> values."""
