@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,8 @@ def start(
     for a wrong option, record or model.
     """
     named = {"data": data, "run_dir": run_dir, "on_checkpoint": on_checkpoint, **options}
-    options, translated = translate(named)
+    decided = task is not None or any(isinstance(each, TrainConfig) for each in (config if isinstance(config, tuple) else (config,)))
+    options, translated = translate(named, {} if decided else os.environ)  # the environment overrules nobody
     data, run_dir, on_checkpoint = (options.pop(name) for name in ("data", "run_dir", "on_checkpoint"))
     predicate = exclude if callable(exclude) else None
     options |= {} if exclude is None or callable(exclude) else {"exclude": exclude}
@@ -122,7 +124,7 @@ def _elastic_task(
     if init is not None and (isinstance(model, OwnModel) or not Path(init).exists()):
         why = "is for an MMJev" if isinstance(model, OwnModel) else "does not exist; give an adapter folder, a checkpoint or a .pt file"
         raise ValueError(f"init={str(init)!r} {why}")
-    start_from = None if init is None else functools.partial(load_adapter, path=init)
+    start_from = None if init is None else functools.partial(load_adapter, path=Path(init).absolute())  # a cell may chdir
     task = ElasticTask(model, select(load_records(data), train, exclude), train, run, start_from)
     task.check()
     return task

@@ -21,7 +21,7 @@ from colabtrain.elastic.diagnose import first_bad_module
 from colabtrain.elastic.optimizer import Optimizer
 from colabtrain.elastic.own_model import OwnPlan
 from colabtrain.elastic.step import Part, accumulate, split
-from colabtrain.mmjev.adapter import save_adapter
+from colabtrain.mmjev.adapter import check_replaceable, save_adapter
 from colabtrain.mmjev.backbone import layers_to_checkpoint, num_wide_layers
 from colabtrain.mmjev.model import MMJev
 from colabtrain.mmjev.pretrained import Pretrained
@@ -54,14 +54,18 @@ class ElasticTask:
         self._aside: set[tuple[int, int]] = set()  # (step, slot) of records that do not fit
         self._current: Part | None = None
         self._adapters_checked = False
+        self._adapter_dir = Path(run.adapter_dir).absolute() if run.adapter_dir else None  # a cell may change the working directory
         self._identity: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Raise ValueError naming the first sub-network the model cannot run, or record it cannot read.
+        """Raise ValueError naming the first sub-network the model cannot run, or record it cannot read, or the adapter_dir
+        that is taken.
 
         Changes nothing, so that it may be called before any thread starts.
         """
         self.model.validate(self.subnets)
+        if self._adapter_dir is not None:
+            check_replaceable(self._adapter_dir)
         if not hasattr(self.model, "check_state"):
             return
         for record in (*self.records, *self.selection.calibration, *self._held_out):
@@ -252,7 +256,7 @@ class ElasticTask:
             forget(error)
             yield "calibration_failed", f"no temperatures: {type(error).__name__}: {error}", {}
         if isinstance(self.model, MMJev) and self.model.adapters:
-            path = save_adapter(self.model, self.run.adapter_dir or folder / "adapter", reports, self.subnets)
+            path = save_adapter(self.model, self._adapter_dir or folder / "adapter", reports, self.subnets)
             yield "adapter_saved", f"adapter saved in {path}", {"path": str(path)}
 
     def describe(self) -> list[str]:

@@ -55,7 +55,7 @@ def save_adapter(
     prefix = f"base_model.model.{_prefix(model)}"
     lora = {f"{prefix}{name}.weight": tensor for name, tensor in tensors.items() if ".lora_" in name}
     extras = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
-    _check_replaceable(folder)
+    check_replaceable(folder)
     staging = folder.with_name(f".staging-{folder.name}")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -143,7 +143,8 @@ def _about(model: MMJev, temperatures: Mapping[str, Any], subnets: Mapping[str, 
     return json.dumps(fields, indent=1)
 
 
-def _check_replaceable(folder: Path) -> None:
+def check_replaceable(folder: Path) -> None:
+    """Raise ValueError if an adapter saved in `folder` would replace anything but an adapter."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a folder")
     others = {path.name for path in folder.iterdir()} - {WEIGHTS, CONFIG, EXTRAS, ABOUT} if folder.exists() else set[str]()

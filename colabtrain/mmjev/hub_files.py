@@ -29,7 +29,8 @@ class ModelFiles:
 
     def __init__(self, name: str, token: str | None = None, revision: str | None = None) -> None:
         self.name, self.revision = name, revision
-        self.folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else None
+        folder = Path(name).expanduser().absolute()  # a cell may change the working directory
+        self.folder = folder if folder.is_dir() else None
         self._token = "" if self.folder else (token or huggingface_hub.get_token() or "").strip()
         if not (self._token.isascii() and self._token.isprintable()):  # the HTTP library's own error would print it
             raise ValueError("the Hugging Face token has characters in it that no token has; copy it anew")
