@@ -31,6 +31,8 @@ def _records(value: Any) -> list[Any]:
 def _with_split(record: Any, split: str) -> Any:
     if isinstance(record, Mapping):
         return {**record, "split": split}
+    if not hasattr(type(record), "__slots__"):
+        raise ValueError(f"recs holds a {type(record).__name__}, {str(record)[:80]!r}; a record is a mapping or a colabtrain.Record")
     fields = {name: getattr(record, name) for name in type(record).__slots__}
     return type(record)(**fields | {"split": split})
 
