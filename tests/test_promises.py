@@ -2,23 +2,161 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import events
+from helpers import Halt, events
+from safetensors.torch import load_file
+from toy_task import LentTask, ToyTask
 
 import colabtrain
+from colabtrain.compat import TOKEN_BUDGET_VARIABLE, translate
+from colabtrain.config import RunConfig, TrainConfig
+from colabtrain.elastic import own_model
 from colabtrain.elastic import task as elastic_task
+from colabtrain.elastic.task import ElasticTask
+from colabtrain.mmjev import backbone, lora
 from colabtrain.mmjev.demo_data import help_desk
-from colabtrain.mmjev.model import MMJev
+from colabtrain.mmjev.lora import add_lora
+from colabtrain.mmjev.model import LATENT_WORD, MMJev
+from colabtrain.mmjev.pretrained import Pretrained
+from colabtrain.records.selection import select
+from colabtrain.runtime.run import Run
 
 SECONDS = 120.0
 
 
-def start(folder: Path, **options: Any) -> colabtrain.Run:
-    return colabtrain.start(MMJev.tiny(0), help_desk(24), **{"run_dir": folder, "steps": 1, "display": False, **options})
+def start(folder: Path, model: MMJev | None = None, **options: Any) -> Run:
+    return colabtrain.start(model or MMJev.tiny(0), help_desk(24), **{"run_dir": folder, "steps": 1, "display": False, **options})
+
+
+def prepared(**options: Any) -> ElasticTask:
+    train = TrainConfig(**options)
+    task = ElasticTask(MMJev.tiny(0), select(help_desk(24), train), train, RunConfig(steps=4))
+    task.prepare()
+    return task
+
+
+# What is trained
+
+
+@pytest.mark.colab
+def test_the_adapters_of_e4b_have_28_3_million_parameters() -> None:
+    from transformers import Gemma3nTextConfig, Gemma3nTextModel
+
+    with torch.device("meta"):
+        lm = Gemma3nTextModel(Gemma3nTextConfig())  # E4B's size is the config's default
+    adapters = add_lora(lm, 16, 32.0, mlp_from=10)
+    assert sum(p.numel() for adapter in adapters.values() for p in (adapter.lora_A, adapter.lora_B)) == 28_344_320
+    assert "layers.19.self_attn.k_proj" in adapters and "layers.20.self_attn.k_proj" not in adapters
+    assert "layers.10.mlp.up_proj" in adapters and "layers.9.mlp.up_proj" not in adapters
+
+
+def test_latents_start_around_the_mean_embedding_of_summary() -> None:
+    model = MMJev.tiny(0)
+    mean = backbone.embed(model.lm, torch.tensor(model.tokenizer.encode(LATENT_WORD))).float().mean(dim=0)
+    noise = (model.latents.detach() - mean) / (0.02 * mean.std())
+    assert model.latents.shape == (8, model.lm.config.hidden_size)
+    assert abs(float(noise.mean())) < 0.15 and float(noise.std()) == pytest.approx(1.0, abs=0.1)
+    assert len({tuple(row) for row in model.latents.tolist()}) == 8
+
+
+@pytest.mark.colab
+def test_the_optimizer_is_adamw_with_its_defaults_and_no_decay() -> None:
+    task = prepared()
+    assert type(task.optimizer.adamw) is torch.optim.AdamW
+    for group in task.optimizer.adamw.param_groups:
+        assert (group["weight_decay"], tuple(group["betas"]), group["eps"]) == (0.0, (0.9, 0.999), 1e-8)
+
+
+def test_recomputed_layers_are_never_of_the_reentrant_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, kinds = backbone.checkpoint, list[bool]()
+
+    def checkpoint(*arguments: Any, use_reentrant: bool, **named: Any) -> Any:
+        kinds.append(use_reentrant)
+        return real(*arguments, use_reentrant=use_reentrant, **named)
+
+    monkeypatch.setattr(backbone, "checkpoint", checkpoint)
+    prepared().step(0, 2)
+    assert kinds and not any(kinds)
+
+
+# Names of before, and the environment
+
+
+def test_the_environment_overrules_neither_a_config_nor_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_BUDGET_VARIABLE, "1234")
+    assert colabtrain.start(task=ToyTask(2), run_dir=tmp_path / "task", display=False).wait(SECONDS) == "finished"
+    for name, options, budget in (("config", {"config": TrainConfig(token_budget=700)}, 700), ("run", {"config": RunConfig()}, 1234)):
+        assert start(tmp_path / name, **options).wait(SECONDS) == "finished"
+        (path,) = (tmp_path / name / "checkpoints").iterdir()
+        assert json.loads((path / "state.json").read_text())["fingerprint"]["config.token_budget"] == budget
+
+
+@pytest.mark.parametrize("odd", ["train.jsonl", 3, object()])
+def test_recs_of_something_else_are_refused_by_name(odd: Any) -> None:
+    with pytest.raises(ValueError, match=f"recs holds a {type(odd).__name__}, .*; a record is a mapping or a colabtrain.Record"):
+        translate({"recs": ([odd], [])}, {})
+
+
+# Saving
+
+
+def test_a_hook_that_raises_costs_nothing(tmp_path: Path) -> None:
+    def hook(path: Path, step: int) -> None:
+        raise OSError("no route to host")
+
+    assert start(tmp_path, steps=2, checkpoint_every=1, on_checkpoint=hook).wait(SECONDS) == "finished"
+    assert [event["step"] for event in events(tmp_path, "hook_failed")] == [1, 2]
+    assert "no route to host; training goes on" in events(tmp_path, "hook_failed")[0]["text"]
+
+
+def test_init_sets_the_start_and_a_checkpoint_overrides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path is that of the cell, wherever later cells go."""
+    monkeypatch.chdir(tmp_path)
+    assert start(tmp_path / "first", steps=3).wait(SECONDS) == "finished"
+    first, halt = MMJev.tiny(0), Halt(0)
+    first.configure(first.default_subnets(), 16, 32.0)
+    colabtrain.load_adapter(first, tmp_path / "first" / "adapter")
+    real, seen = ElasticTask.prepare, list[bool]()
+
+    def prepare(self: ElasticTask) -> None:
+        halt(0)
+        real(self)
+        seen.append(all(torch.equal(p, first.trainable()[name]) for name, p in self.model.trainable().items()))
+
+    monkeypatch.setattr(ElasticTask, "prepare", prepare)
+    run = start(tmp_path / "second", init="first/adapter", adapter_dir="out")
+    os.chdir("first")
+    halt.go.set()
+    assert run.wait(SECONDS) == "finished" and seen == [True]
+    assert (tmp_path / "out" / "adapter_config.json").exists() and not (tmp_path / "first" / "out").exists()
+
+    os.chdir(tmp_path)
+    assert start(tmp_path / "third", steps=1).wait(SECONDS) == "finished"
+    shutil.copytree(tmp_path / "third", tmp_path / "fourth")
+    for name, options in (("third", {}), ("fourth", {"init": "first/adapter"})):
+        assert start(tmp_path / name, steps=2, **options).wait(SECONDS) == "finished"
+    ends = [load_file(tmp_path / name / "checkpoints/step-00000002/trainable.safetensors") for name in ("third", "fourth")]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_a_model_folder_is_found_wherever_later_cells_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_pretrained import write_checkpoint
+
+    (tmp_path / "gemma").mkdir()
+    write_checkpoint(tmp_path / "gemma")
+    monkeypatch.chdir(tmp_path)
+    opened = Pretrained.open("gemma")
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir("elsewhere")
+    assert opened.load().name == "gemma"
 
 
 # The end of a run
@@ -34,3 +172,76 @@ def test_a_calibration_that_fails_does_not_cost_the_adapter(error: Exception, tm
     (failed,) = events(tmp_path, "calibration_failed")
     assert type(error).__name__ in failed["text"] and str(error) in failed["text"]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_an_adapter_dir_that_is_taken_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    with pytest.raises(ValueError, match=r"full holds \['thesis.txt'\], which a new adapter would replace"):
+        start(tmp_path / "run", adapter_dir=str(tmp_path / "full"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_model_is_in_eval_mode_at_the_end_and_the_log_has_its_lines(tmp_path: Path) -> None:
+    model = MMJev.tiny(0)
+    assert start(tmp_path, model, steps=5, log_every=2).wait(SECONDS) == "finished"
+    assert not any(module.training for module in model.modules())
+    line = r" step (\d)/5: loss full \d+\.\d{4}, fast \d+\.\d{4} \(EMA\), \d+\.\d{3} s/step, .+ left, peak \d+\.\d GiB"
+    assert re.findall(line, (tmp_path / "train.log").read_text()) == ["1", "2", "4", "5"]  # the first, every second, the last
+
+
+# Other threads and other runs
+
+
+def test_an_ended_run_does_not_lend_a_model_that_another_one_trains(tmp_path: Path) -> None:
+    """It could not hold the other one's worker, and would pull the gradients from under its step."""
+    halt = Halt(1)
+    ended, live = LentTask(1), LentTask(3, halt)
+    first = colabtrain.start(task=ended, run_dir=tmp_path / "a", display=False)
+    assert first.wait(SECONDS) == "finished"
+    with first.borrow() as model:
+        assert model is ended.model
+    second = Run(live, tmp_path / "b", RunConfig(), owned=first.owned)
+    second.launch()
+    assert halt.reached.wait(SECONDS)
+    with pytest.raises(RuntimeError, match=r"<colabtrain run '.*b': running, step 1 of 3> trains this model now; borrow it from that run"):
+        first.borrow().__enter__()
+    halt.go.set()
+    assert second.wait(SECONDS) == "finished"
+    with first.borrow() as model:
+        assert model is ended.model
+
+
+def test_our_adapters_in_a_persons_model_are_known_after_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for the person's own, they would keep what an earlier run learned."""
+    from test_own_model import Sticky
+
+    jev = Sticky()
+    own_model.OwnModel(jev).configure({}, 4)
+    anew = type("LoRALinear", (lora.LoRALinear,), {"__module__": lora.LoRALinear.__module__, "__qualname__": "LoRALinear"})
+    monkeypatch.setattr(own_model, "LoRALinear", anew)
+    monkeypatch.setattr(lora, "LoRALinear", anew)
+    model = own_model.OwnModel(jev)
+    with torch.no_grad():
+        for name, parameter in model.trainable().items():
+            if "lora_B" in name:
+                parameter.fill_(1.0)
+    model.configure({}, 4)
+    model.reset_trainable(0)
+    adapters = [parameter for name, parameter in model.trainable().items() if "lora_B" in name]
+    assert adapters and not any(parameter.any() for parameter in adapters)
+
+
+def test_adapters_outside_the_language_model_are_reset_too() -> None:
+    from test_own_model import Sticky
+
+    jev: Any = Sticky()
+    tower = torch.nn.Module()
+    tower.lora_A = torch.nn.Parameter(torch.ones(2, 2))
+    jev.base = torch.nn.ModuleDict({"language": jev.lm, "tower": tower})
+    model = own_model.OwnModel(jev)
+    with torch.no_grad():
+        model.trainable()["base.tower.lora_A"].fill_(5.0)
+    model.configure({}, 4)
+    model.reset_trainable(0)
+    assert torch.equal(tower.lora_A, torch.ones(2, 2))
