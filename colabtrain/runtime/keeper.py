@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from colabtrain.config import RunConfig
-from colabtrain.device import machine
+from colabtrain.device import is_out_of_memory, machine
 from colabtrain.runtime import checkpoint
 from colabtrain.runtime.checkpoint import Checkpoint, CheckpointError
 from colabtrain.runtime.diary import DIARY_FILE, Diary
@@ -61,8 +61,11 @@ class Keeper:
             snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size())
             path = checkpoint.write(self.folder, snapshot, self.diary.path)
             checkpoint.prune(path, self.config.keep_local)
-        except (OSError, CheckpointError, TypeError, ValueError) as error:
-            self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {error}; training goes on", step=step)
+        except Exception as error:
+            if not (isinstance(error, (OSError, CheckpointError, TypeError, ValueError)) or is_out_of_memory(error)):
+                raise
+            why = str(error) or type(error).__name__
+            self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {why}; training goes on", step=step)
             return False
         finally:
             self._tried_at, self._wait = time.monotonic(), self.config.checkpoint_seconds
