@@ -117,6 +117,25 @@ def test_a_hook_that_raises_costs_nothing(tmp_path: Path) -> None:
     assert "no route to host; training goes on" in events(tmp_path, "hook_failed")[0]["text"]
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+)
+def test_a_save_that_finds_no_memory_costs_that_save_alone(error: Exception, tmp_path: Path) -> None:
+    class Full(ToyTask):
+        def state(self) -> Any:
+            errors, self.errors = self.errors, []
+            for error in errors:
+                raise error
+            return super().state()
+
+    task = Full(3)
+    task.errors = [error]
+    run = colabtrain.start(task=task, run_dir=tmp_path, display=False, checkpoint_every=1)
+    assert run.wait(SECONDS) == "finished"
+    assert [event["step"] for event in events(tmp_path, "checkpoint_failed")] == [1]
+    assert [event["step"] for event in events(tmp_path, "checkpoint_saved")] == [2, 3]
+
+
 def test_init_sets_the_start_and_a_checkpoint_overrides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path is that of the cell, wherever later cells go."""
     monkeypatch.chdir(tmp_path)
@@ -172,6 +191,20 @@ def test_a_calibration_that_fails_does_not_cost_the_adapter(error: Exception, tm
     (failed,) = events(tmp_path, "calibration_failed")
     assert type(error).__name__ in failed["text"] and str(error) in failed["text"]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_what_is_not_there_at_the_end_is_said(tmp_path: Path) -> None:
+    assert start(tmp_path, calibration_share=0.0, lora_r=0).wait(SECONDS) == "finished"
+    log = (tmp_path / "train.log").read_text()
+    assert "no temperatures: ValueError: there are no calibration records; raise calibration_share" in log
+    assert "no adapter folder is made of tiny-0, for it has no LoRA; the checkpoint has what it learned" in log
+
+
+def test_calibration_says_nll_and_ece_before_and_after(tmp_path: Path) -> None:
+    assert start(tmp_path).wait(SECONDS) == "finished"
+    number = r"\d\.\d{4} -> \d\.\d{4}"
+    line = rf"calibrated on \d+ records: full nll {number}, ece {number}; fast nll {number}, ece {number}\n"
+    assert re.search(line, (tmp_path / "train.log").read_text())
 
 
 def test_an_adapter_dir_that_is_taken_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -244,12 +244,9 @@ class ElasticTask:
         self.model.eval()
         reports: dict[str, Any] = {}
         try:
-            if self.selection.calibration:
-                reports = dict(calibrate(self.model, self.selection.calibration, self.subnets, self.config))
-                nll = ", ".join(
-                    f"{name} {r['overall']['nll_before']:.4f} -> {r['overall']['nll_after']:.4f}" for name, r in reports.items()
-                )
-                yield "calibration", f"calibrated on {len(self.selection.calibration):,} records: nll {nll}", {"results": reports}
+            reports = dict(calibrate(self.model, self.selection.calibration, self.subnets, self.config))
+            n = f"{len(self.selection.calibration):,}"
+            yield "calibration", f"calibrated on {n} records: {'; '.join(map(_change, reports, reports.values()))}", {"results": reports}
         except Exception as error:  # it must not cost the adapter
             if is_dead(error):
                 raise
@@ -258,6 +255,9 @@ class ElasticTask:
         if isinstance(self.model, MMJev) and self.model.adapters:
             path = save_adapter(self.model, self._adapter_dir or folder / "adapter", reports, self.subnets)
             yield "adapter_saved", f"adapter saved in {path}", {"path": str(path)}
+        else:
+            why = "it has no LoRA" if isinstance(self.model, MMJev) else "it is not an MMJev"
+            yield "adapter_not_saved", f"no adapter folder is made of {self.model.name}, for {why}; the checkpoint has what it learned", {}
 
     def describe(self) -> list[str]:
         questions = sum(len(record.qs) for record in self.records)
@@ -270,3 +270,9 @@ class ElasticTask:
         if unused := len(self.selection.held_out) - len(self._held_out):
             lines.append(f"left out: {unused:,} held-out records beyond max_eval_records={self.run.max_eval_records}")
         return lines + [f"left out: {n:,} of task {task!r}: {why}" for (why, task), n in self.selection.dropped.items()]
+
+
+def _change(name: str, report: Mapping[str, Any]) -> str:
+    """How good the probabilities of the sub-network `name` were before and are after its temperatures."""
+    r = report["overall"]
+    return f"{name} nll {r['nll_before']:.4f} -> {r['nll_after']:.4f}, ece {r['ece_before']:.4f} -> {r['ece_after']:.4f}"
