@@ -15,7 +15,7 @@ from colabtrain.task import Divides, StepReport, Task
 
 MAX_SPLITS = 64  # for a Task that cannot say how many items a step has
 MIN_SPLITS = 2  # tried for a lone item, too: a Task may save memory in a retry
-MAX_EMPTY_IN_A_ROW = 3  # steps of which no item fits
+MAX_EMPTY_IN_A_ROW = 20  # steps of which no item fits; long records, each a batch of its own, may follow each other
 SAID, SAID_EVERY = 5, 50  # times out of memory that reach the log: the first ones, then some
 MAX_LOST_BYTES = 2 * 2**30  # accelerator memory that a failed attempt may keep
 
@@ -55,7 +55,7 @@ class Retry:
         times = self.recorder.count("out_of_memory")
         tasks = ", ".join(dict.fromkeys(str(item["task"]) for item in items if "task" in item))
         tokens = sum(item.get("tokens", 0) for item in items)
-        what = f" ({len(items)} items of {tasks}; {tokens:,} tokens)" if items else ""
+        what = f" ({len(items)} item{'s' * (len(items) > 1)} of {tasks}; {tokens:,} tokens)" if items else ""
         again = "trying again, sparing memory" if len(items) == 1 else f"trying again in {next_splits} parts"
         then = again if next_splits else "it has no smaller parts"
         text = f"step {i + 1:,}: out of memory in {splits} part{'s' * (splits > 1)}{what}; {then}"
