@@ -61,6 +61,8 @@ def start(
     decided = task is not None or any(isinstance(each, TrainConfig) for each in (config if isinstance(config, tuple) else (config,)))
     options, translated = translate(named, {} if decided else os.environ)  # the environment overrules nobody
     data, run_dir, on_checkpoint = (options.pop(name) for name in ("data", "run_dir", "on_checkpoint"))
+    if not (on_checkpoint is None or callable(on_checkpoint)):
+        raise ValueError(f"on_checkpoint={on_checkpoint!r} is a {type(on_checkpoint).__name__}; give a function of (path, step)")
     predicate = exclude if callable(exclude) else None
     options |= {} if exclude is None or callable(exclude) else {"exclude": exclude}
     train_config, run_config = split_options(options, config)

@@ -27,7 +27,10 @@ from colabtrain.mmjev.lora import add_lora
 from colabtrain.mmjev.model import LATENT_WORD, MMJev
 from colabtrain.mmjev.pretrained import Pretrained
 from colabtrain.records.selection import select
+from colabtrain.runtime.diary import Diary
+from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.run import Run
+from colabtrain.task import StepReport
 
 SECONDS = 120.0
 
@@ -105,6 +108,30 @@ def test_recs_of_something_else_are_refused_by_name(odd: Any) -> None:
         translate({"recs": ([odd], [])}, {})
 
 
+# What a step reports
+
+
+class Far(torch.Tensor):
+    """A number that is still being computed on an accelerator."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+
+def test_what_an_accelerator_computes_is_read_at_most_ten_steps_late(tmp_path: Path) -> None:
+    """And in order, with what was skipped at its own step."""
+    recorder = Recorder(Diary(tmp_path), 50, 100)
+    for step in range(1, 26):
+        far = [torch.tensor(value).as_subclass(Far) for value in (float(step), float(step == 7))]
+        recorder.add(step, StepReport(loss={"full": far[0]}, skipped=far[1]), 0.0)
+        assert len(events(tmp_path, "step")) == step // 10 * 10
+    recorder.flush()  # as before a checkpoint
+    assert [(event["step"], event["loss"]["full"], event["skipped"]) for event in events(tmp_path)] == [
+        (i, i, i == 7) for i in range(1, 26)
+    ]
+
+
 # Saving
 
 
@@ -115,6 +142,13 @@ def test_a_hook_that_raises_costs_nothing(tmp_path: Path) -> None:
     assert start(tmp_path, steps=2, checkpoint_every=1, on_checkpoint=hook).wait(SECONDS) == "finished"
     assert [event["step"] for event in events(tmp_path, "hook_failed")] == [1, 2]
     assert "no route to host; training goes on" in events(tmp_path, "hook_failed")[0]["text"]
+
+
+@pytest.mark.parametrize("name", ["on_checkpoint", "on_ckpt"])
+def test_a_hook_that_cannot_be_called_is_refused_before_anything_starts(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"on_checkpoint='upload' is a str; give a function of \(path, step\)"):
+        start(tmp_path / "run", **{name: "upload"})
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
