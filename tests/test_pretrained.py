@@ -472,6 +472,13 @@ def test_start_takes_a_name_and_loads_in_the_background(checkpoint: Path, tmp_pa
     )
 
 
+def test_a_model_folder_is_found_wherever_later_cells_go(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    opened = Pretrained.open("gemma")
+    monkeypatch.chdir(tmp_path)
+    assert opened.load().name == "gemma"
+
+
 def test_a_folder_whose_weights_were_replaced_is_another_experiment(checkpoint: Path, tmp_path: Path) -> None:
     """The folder's name is the same; the checkpoint knows the weights that were trained upon."""
     folder = tmp_path / "gemma"

@@ -18,14 +18,12 @@ from toy_task import LentTask, ToyTask
 import colabtrain
 from colabtrain.compat import TOKEN_BUDGET_VARIABLE, translate
 from colabtrain.config import RunConfig, TrainConfig
-from colabtrain.elastic import own_model
 from colabtrain.elastic import task as elastic_task
 from colabtrain.elastic.task import ElasticTask
-from colabtrain.mmjev import backbone, lora
+from colabtrain.mmjev import backbone
 from colabtrain.mmjev.demo_data import help_desk
 from colabtrain.mmjev.lora import add_lora
 from colabtrain.mmjev.model import LATENT_WORD, MMJev
-from colabtrain.mmjev.pretrained import Pretrained
 from colabtrain.records.selection import select
 from colabtrain.runtime.diary import Diary
 from colabtrain.runtime.recorder import Recorder
@@ -78,6 +76,7 @@ def test_the_optimizer_is_adamw_with_its_defaults_and_no_decay() -> None:
         assert (group["weight_decay"], tuple(group["betas"]), group["eps"]) == (0.0, (0.9, 0.999), 1e-8)
 
 
+@pytest.mark.colab
 def test_recomputed_layers_are_never_of_the_reentrant_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     real, kinds = backbone.checkpoint, list[bool]()
 
@@ -93,6 +92,7 @@ def test_recomputed_layers_are_never_of_the_reentrant_kind(monkeypatch: pytest.M
 # Names of before, and the environment
 
 
+@pytest.mark.colab
 def test_the_environment_overrules_neither_a_config_nor_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_BUDGET_VARIABLE, "1234")
     assert colabtrain.start(task=ToyTask(2), run_dir=tmp_path / "task", display=False).wait(SECONDS) == "finished"
@@ -170,6 +170,7 @@ def test_a_save_that_finds_no_memory_costs_that_save_alone(error: Exception, tmp
     assert [event["step"] for event in events(tmp_path, "checkpoint_saved")] == [2, 3]
 
 
+@pytest.mark.colab
 def test_init_sets_the_start_and_a_checkpoint_overrides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path is that of the cell, wherever later cells go."""
     monkeypatch.chdir(tmp_path)
@@ -198,18 +199,6 @@ def test_init_sets_the_start_and_a_checkpoint_overrides_it(tmp_path: Path, monke
         assert start(tmp_path / name, steps=2, **options).wait(SECONDS) == "finished"
     ends = [load_file(tmp_path / name / "checkpoints/step-00000002/trainable.safetensors") for name in ("third", "fourth")]
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-
-
-def test_a_model_folder_is_found_wherever_later_cells_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_pretrained import write_checkpoint
-
-    (tmp_path / "gemma").mkdir()
-    write_checkpoint(tmp_path / "gemma")
-    monkeypatch.chdir(tmp_path)
-    opened = Pretrained.open("gemma")
-    (tmp_path / "elsewhere").mkdir()
-    os.chdir("elsewhere")
-    assert opened.load().name == "gemma"
 
 
 # The end of a run
@@ -249,6 +238,7 @@ def test_an_adapter_dir_that_is_taken_is_refused_before_anything_starts(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.colab
 def test_the_model_is_in_eval_mode_at_the_end_and_the_log_has_its_lines(tmp_path: Path) -> None:
     model = MMJev.tiny(0)
     assert start(tmp_path, model, steps=5, log_every=2).wait(SECONDS) == "finished"
@@ -277,38 +267,3 @@ def test_an_ended_run_does_not_lend_a_model_that_another_one_trains(tmp_path: Pa
     assert second.wait(SECONDS) == "finished"
     with first.borrow() as model:
         assert model is ended.model
-
-
-def test_our_adapters_in_a_persons_model_are_known_after_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken for the person's own, they would keep what an earlier run learned."""
-    from test_own_model import Sticky
-
-    jev = Sticky()
-    own_model.OwnModel(jev).configure({}, 4)
-    anew = type("LoRALinear", (lora.LoRALinear,), {"__module__": lora.LoRALinear.__module__, "__qualname__": "LoRALinear"})
-    monkeypatch.setattr(own_model, "LoRALinear", anew)
-    monkeypatch.setattr(lora, "LoRALinear", anew)
-    model = own_model.OwnModel(jev)
-    with torch.no_grad():
-        for name, parameter in model.trainable().items():
-            if "lora_B" in name:
-                parameter.fill_(1.0)
-    model.configure({}, 4)
-    model.reset_trainable(0)
-    adapters = [parameter for name, parameter in model.trainable().items() if "lora_B" in name]
-    assert adapters and not any(parameter.any() for parameter in adapters)
-
-
-def test_adapters_outside_the_language_model_are_reset_too() -> None:
-    from test_own_model import Sticky
-
-    jev: Any = Sticky()
-    tower = torch.nn.Module()
-    tower.lora_A = torch.nn.Parameter(torch.ones(2, 2))
-    jev.base = torch.nn.ModuleDict({"language": jev.lm, "tower": tower})
-    model = own_model.OwnModel(jev)
-    with torch.no_grad():
-        model.trainable()["base.tower.lora_A"].fill_(5.0)
-    model.configure({}, 4)
-    model.reset_trainable(0)
-    assert torch.equal(tower.lora_A, torch.ones(2, 2))
