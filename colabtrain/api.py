@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,13 +56,14 @@ def start(
     init: an adapter to start from; a checkpoint overrides it. exclude(record): records to leave out.
     on_checkpoint(path, step) is called after each save. options: any field of TrainConfig or RunConfig.
 
-    A second start() of the same thing while it runs returns the live run. Raises AlreadyRunning if a live run has the
+    A second start() of the same thing while it runs returns the live run, as it is. Raises AlreadyRunning if a live run has the
     folder or the model with other settings (replace=True stops that one first); ValueError, before anything is trained,
     for a wrong option, record or model.
     """
     _check_switches(replace=replace, resume=resume, display=display)
     named = {"data": data, "run_dir": run_dir, "on_checkpoint": on_checkpoint, **options}
-    options, translated = translate(named)
+    decided = task is not None or any(isinstance(each, TrainConfig) for each in (config if isinstance(config, tuple) else (config,)))
+    options, translated = translate(named, {} if decided else os.environ)  # the environment overrules nobody
     data, run_dir, on_checkpoint = (options.pop(name) for name in ("data", "run_dir", "on_checkpoint"))
     predicate = exclude if callable(exclude) else None
     options |= {} if exclude is None or callable(exclude) else {"exclude": exclude}
@@ -169,7 +171,7 @@ def _init(init: Any, model: Any, train: TrainConfig) -> Callable[[Any], object]:
         raise ValueError(f"init={str(init)!r} does not exist; give an adapter folder, a checkpoint or a .pt file")
     subnets = train.subnets or model.default_subnets()
     adapter_files.read(path).check_shape(train.lora_r, train.lora_alpha, {fc.exit_layer for fc in subnets.values()})
-    return functools.partial(load_adapter, path=path)
+    return functools.partial(load_adapter, path=path.absolute())  # a cell may change the working directory
 
 
 def _model(jev: Any) -> Any:

@@ -37,7 +37,7 @@ def _records(value: Any) -> list[Any]:
 
 
 def _with_split(record: Any, split: str) -> Any:
-    if not isinstance(record, Mapping) and not hasattr(record, "qs"):
+    if not isinstance(record, Mapping) and not hasattr(type(record), "__slots__"):
         raise ValueError(f"recs: the {split} records hold {repr(record)[:80]}; a record is a mapping or a Record")
     if isinstance(record, Mapping):
         return {**record, "split": split}

@@ -234,6 +234,30 @@ def test_a_record_that_does_not_fit_alone_is_set_aside_and_named(tmp_path: Path)
     assert report.questions == 9 and all(torch.isfinite(value) for value in report.loss.values())
 
 
+def test_a_lone_record_is_tried_with_all_layers_recomputed_before_it_is_set_aside(tmp_path: Path) -> None:
+    """The longest records get a batch of their own, which has no halves; there is memory to save in it all the same."""
+    model = scarce(lambda slots, call: len(model.checkpoint_layers) == 4)
+    assert start(tmp_path, model, batch_size=1, steps=2).wait(SECONDS) == "finished"
+    assert not events(tmp_path, "set_aside") and [event["questions"] for event in events(tmp_path, "step")] == [3, 3]
+    assert [event["splits"] for event in events(tmp_path, "oom")] == [1, 1]
+    assert "(1 item of help_desk" in (text := events(tmp_path, "oom")[0]["text"]) and text.endswith("trying again, sparing memory")
+
+    never = scarce(lambda slots, call: call > 2 * 5)  # long records may come one after another, and stop nothing
+    assert start(tmp_path / "never", never, batch_size=1, steps=7).wait(SECONDS) == "finished"
+    assert len(events(tmp_path / "never", "set_aside")) == 5
+
+
+def test_memory_that_runs_out_before_the_first_part_blames_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier attempt worked on is not what the last one failed at."""
+    task = prepared()
+    for owner, name, splits in ((MMJev, "scores", 2), (Optimizer, "rates_at", 4)):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, Fault(getattr(owner, name), SHAPES["torch"]))
+            with pytest.raises(torch.OutOfMemoryError):
+                task.step(2, splits)
+    assert task.set_aside(2) is None
+
+
 def test_a_record_is_set_aside_for_its_step_alone(tmp_path: Path) -> None:
     """What does not fit today is no state: the next step tries everything again."""
     model = scarce(lambda slots, call: not (2 in slots and model.step_number == 1))
@@ -254,10 +278,10 @@ def test_a_record_is_set_aside_for_its_step_alone(tmp_path: Path) -> None:
 
 def test_a_machine_on_which_nothing_fits_is_an_end_not_a_loop(tmp_path: Path) -> None:
     model = scarce(lambda slots, call: False)
-    with pytest.raises(colabtrain.RunFailed, match=r"no item of the last 3 steps .* fits into memory, even alone; lower max_state_chars"):
-        start(tmp_path, model).wait(SECONDS)
-    assert model.calls <= 3 * (1 + 1 + 4)  # in one, two and four parts, and then once for each of four records
-    assert len(events(tmp_path, "set_aside")) == 12
+    with pytest.raises(colabtrain.RunFailed, match=r"no item of the last 20 steps .* fits into memory, even alone; lower max_state_chars"):
+        start(tmp_path, model, steps=30, batch_size=2).wait(SECONDS)
+    assert model.calls <= 20 * (1 + 2)  # at once, in two parts, and then once for each of two records
+    assert 20 < len(events(tmp_path, "set_aside")) <= 40
 
 
 def test_memory_that_runs_out_in_the_optimizer_blames_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import colabtrain
 from colabtrain.config import SubnetConfig
+from colabtrain.elastic import own_model
 from colabtrain.elastic.own_model import OwnModel
-from colabtrain.mmjev import backbone, tiny
+from colabtrain.mmjev import backbone, lora, tiny
 from colabtrain.mmjev.demo_data import help_desk
 from colabtrain.mmjev.model import MMJev
 from colabtrain.mmjev.packing import pack
@@ -255,3 +256,34 @@ def test_an_adapted_model_sees_the_same_gradient_as_ours() -> None:
     direct = torch.cat([row for record in jev.run(pack([plan.plan for plan in plans]), SUBNETS["full"]) for row in record])
     assert torch.equal(mine, direct)
     assert packed.num_tokens == sum(len(plan.plan) for plan in plans)
+
+
+def test_our_adapters_in_a_persons_model_are_known_after_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for the person's own, they would keep what an earlier run learned."""
+    jev = Sticky()
+    own_model.OwnModel(jev).configure({}, 4)
+    anew = type("LoRALinear", (lora.LoRALinear,), {"__module__": lora.LoRALinear.__module__, "__qualname__": "LoRALinear"})
+    monkeypatch.setattr(own_model, "LoRALinear", anew)
+    monkeypatch.setattr(lora, "LoRALinear", anew)
+    model = own_model.OwnModel(jev)
+    with torch.no_grad():
+        for name, parameter in model.trainable().items():
+            if "lora_B" in name:
+                parameter.fill_(1.0)
+    model.configure({}, 4)
+    model.reset_trainable(0)
+    adapters = [parameter for name, parameter in model.trainable().items() if "lora_B" in name]
+    assert adapters and not any(parameter.any() for parameter in adapters)
+
+
+def test_adapters_outside_the_language_model_are_reset_too() -> None:
+    jev: Any = Sticky()
+    tower = torch.nn.Module()
+    tower.lora_A = torch.nn.Parameter(torch.ones(2, 2))
+    jev.base = torch.nn.ModuleDict({"language": jev.lm, "tower": tower})
+    model = own_model.OwnModel(jev)
+    with torch.no_grad():
+        model.trainable()["base.tower.lora_A"].fill_(5.0)
+    model.configure({}, 4)
+    model.reset_trainable(0)
+    assert torch.equal(tower.lora_A, torch.ones(2, 2))

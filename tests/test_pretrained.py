@@ -499,6 +499,30 @@ def test_start_takes_a_name_and_loads_in_the_background(checkpoint: Path, tmp_pa
     )
 
 
+def test_a_model_folder_is_found_wherever_later_cells_go(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    opened = Pretrained.open("gemma")
+    monkeypatch.chdir(tmp_path)
+    assert opened.load().name == "gemma"
+
+
+def test_a_folder_whose_weights_were_replaced_is_another_experiment(checkpoint: Path, tmp_path: Path) -> None:
+    """The folder's name is the same; the checkpoint knows the weights that were trained upon."""
+    folder = tmp_path / "gemma"
+    folder.mkdir()
+    for path in checkpoint.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    options = {"run_dir": tmp_path / "run", "steps": 1, "lora_r": 4, "display": False}
+    assert colabtrain.start(str(folder), help_desk(12), **options).wait(120) == "finished"
+    table = f"{PREFIX}embed_tokens.weight"
+    shard = folder / json.loads((folder / INDEX).read_text())["weight_map"][table]
+    tensors = load_file(shard)
+    save_file(tensors | {table: tensors[table] + 0.1}, shard)
+    run = colabtrain.start(str(folder), help_desk(12), **{**options, "steps": 2})
+    with pytest.raises(colabtrain.RunFailed, match=r"another experiment \(model.weights: checkpoint '\w+', now '\w+'\)"):
+        run.wait(120)
+
+
 def written(records: list[Any], folder: Path) -> Path:
     path = folder / "desk.jsonl"
     path.write_text("".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in records))

@@ -91,7 +91,8 @@ class OwnModel:
     def configure(self, subnets: Mapping[str, SubnetConfig], lora_r: int | None = None, lora_alpha: float = 32.0) -> None:
         """Freeze the base; add adapters to the attention, unless the model has some of its own."""
         self.validate(subnets)
-        ours = {id(p) for module in self.jev.base.modules() if isinstance(module, LoRALinear) for p in module.parameters()}
+        # by name: after a reload of modules the class is another one
+        ours = {id(p) for module in self.jev.base.modules() if str(type(module)) == str(LoRALinear) for p in module.parameters()}
         own = any("lora_" in name and id(p) not in ours for name, p in self.jev.base.named_parameters())
         if lora_r is not None and not own:
             self._adapters = add_lora(self.lm, lora_r, lora_alpha, mlp_from=len(self.lm.layers))
@@ -100,11 +101,8 @@ class OwnModel:
             parameter.requires_grad_(True)
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        named = dict(self.lm.named_parameters())
-        named |= {f"base.{name}": p for name, p in self.jev.base.named_parameters() if all(p is not q for q in named.values())}
-        adapters = {name: parameter for name, parameter in named.items() if "lora_" in name}
         heads = {f"heads.{name}": parameter for name, parameter in self.heads.named_parameters()}
-        return {**adapters, **heads, "latents": self.jev.latents}
+        return {**_adapters(self.jev), **heads, "latents": self.jev.latents}
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.jev.base.named_parameters()
@@ -195,9 +193,17 @@ def _first_seen(jev: Any) -> dict[str, Tensor]:
     known: dict[str, Tensor] | None = getattr(jev, "_colabtrain_start", None)
     if known is None:
         tensors = {f"heads.{name}": p for name, p in jev.heads.named_parameters()} | {"latents": jev.latents}
-        tensors |= {name: p for name, p in jev.lm.named_parameters() if "lora_" in name}
+        tensors |= _adapters(jev)
         known = jev._colabtrain_start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     return known
+
+
+def _adapters(jev: Any) -> dict[str, nn.Parameter]:
+    """Every LoRA parameter, ours and its own, by its name in `lm`, or in `base` where it is outside."""
+    named: dict[str, nn.Parameter] = dict(jev.lm.named_parameters())
+    inside = {id(parameter) for parameter in named.values()}
+    named |= {f"base.{name}": parameter for name, parameter in jev.base.named_parameters() if id(parameter) not in inside}
+    return {name: parameter for name, parameter in named.items() if "lora_" in name}
 
 
 def _num_tokens(plan: Any) -> int:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from colabtrain.config import HEADS_LR, LORA_LR, RunConfig, SubnetConfig, TrainConfig, settings
-from colabtrain.device import free_bytes, is_dead
-from colabtrain.elastic import evaluate
+from colabtrain.device import forget, free_bytes, is_dead
+from colabtrain.elastic import evaluate, report
 from colabtrain.elastic.batches import Schedule, capped, estimated_length, plan_record, planned_length
 from colabtrain.elastic.calibrate import calibrate
 from colabtrain.elastic.diagnose import first_bad_module
@@ -55,6 +55,7 @@ class ElasticTask:
         self._current: Part | None = None
         self._adapters_checked = False
         self._given = model  # a Pretrained has no weights, so it may stay
+        self._adapter_dir = Path(run.adapter_dir).absolute() if run.adapter_dir else None  # a cell may change the working directory
         self._identity: dict[str, Any] | None = None
         self._fingerprint: dict[str, Any] | None = None
         self._content: str | None = None
@@ -121,6 +122,7 @@ class ElasticTask:
             raise
 
     def _step(self, i: int, splits: int) -> StepReport:
+        self._current = None  # or an earlier attempt's record would be blamed
         self.model.train()  # a cell may have called eval()
         self._choose_checkpoint_layers(splits)
         self.optimizer.adamw.zero_grad(set_to_none=True)  # a cell may have called backward()
@@ -245,46 +247,28 @@ class ElasticTask:
         self.model.eval()
         reports: dict[str, Any] = {}
         try:
-            if self.selection.calibration:
-                reports = dict(calibrate(self.model, self.selection.calibration, self.subnets, self.config))
-                nll = ", ".join(
-                    f"{name} {r['overall']['nll_before']:.4f} -> {r['overall']['nll_after']:.4f}" for name, r in reports.items()
-                )
-                yield "calibration", f"calibrated on {len(self.selection.calibration):,} records: nll {nll}", {"results": reports}
-        except ValueError as error:
-            yield "calibration_failed", f"no temperatures: {error}", {}
+            reports = dict(calibrate(self.model, self.selection.calibration, self.subnets, self.config))
+            n = f"{len(self.selection.calibration):,}"
+            yield (
+                "calibration",
+                f"calibrated on {n} records: {'; '.join(map(report.change, reports, reports.values()))}",
+                {"results": reports},
+            )
+        except Exception as error:  # it must not cost the adapter
+            if is_dead(error):
+                raise
+            forget(error)
+            yield "calibration_failed", f"no temperatures: {type(error).__name__}: {error}", {}
         if isinstance(self.model, MMJev) and self.model.adapters:
-            path = save_adapter(self.model, self.run.adapter_dir or folder / "adapter", reports, self.subnets)
+            path = save_adapter(self.model, self._adapter_dir or folder / "adapter", reports, self.subnets)
             yield "adapter_saved", f"adapter saved in {path}", {"path": str(path)}
+        else:
+            why = "it has no LoRA" if isinstance(self.model, MMJev) else "it is not an MMJev"
+            yield "adapter_not_saved", f"no adapter folder is made of {self.model.name}, for {why}; the checkpoint has what it learned", {}
 
     def describe(self) -> list[str]:
-        questions = sum(len(record.qs) for record in self.records)
-        lines = [
-            f"model {self.model.name}: {sum(p.numel() for p in self.model.trainable().values()):,} trainable parameters, "
-            f"sub-networks {', '.join(self.subnets)}",
-            f"data: {len(self.records):,} records with {questions:,} questions to train on, {len(self._held_out):,} held out "
-            f"({self.selection.held_out_name}), {len(self.selection.calibration):,} set aside for calibration",
+        model = f"model {self.model.name}: {sum(p.numel() for p in self.model.trainable().values()):,} trainable parameters, "
+        return [
+            model + f"sub-networks {', '.join(self.subnets)}",
+            *report.of_data(self.selection, self._held_out, self.config, self.num_steps),
         ]
-        lines += [f"take care: {line}" for line in (*self._shared_ids(), *self._unknown_names())]
-        if (self.config.warmup_steps or 0) > self.num_steps:
-            lines.append(
-                f"take care: warmup_steps={self.config.warmup_steps} is more than the run's {self.num_steps:,} steps: it ends before its "
-                "learning rates are reached"
-            )
-        if unused := len(self.selection.held_out) - len(self._held_out):
-            lines.append(f"left out: {unused:,} held-out records beyond max_eval_records={self.run.max_eval_records}")
-        return lines + [f"left out: {n:,} of task {task!r}: {why}" for (why, task), n in self.selection.dropped.items()]
-
-    def _shared_ids(self) -> list[str]:
-        """A record that is both trained on and asked makes every number too good; a person may not know that there are some."""
-        trained = {(record.task, record.id) for record in self.records}
-        places = {"held out": self._held_out, "set aside for calibration": self.selection.calibration}
-        shared = {where: sum((record.task, record.id) in trained for record in records) for where, records in places.items()}
-        return [f"{n:,} records {where} have the id of a record that is trained on" for where, n in shared.items() if n]
-
-    def _unknown_names(self) -> list[str]:
-        tasks = {task for _, task in self.selection.dropped}
-        kinds = {record.modality for record in (*self.records, *self._held_out, *self.selection.calibration)}
-        given = {"exclude_tasks": set(self.config.exclude_tasks) - set(TrainConfig.exclude_tasks) - tasks}
-        given |= {"modalities": set(self.config.modalities or ()) - kinds}
-        return [f"{option} names {', '.join(map(repr, sorted(names)))}, which no record has" for option, names in given.items() if names]

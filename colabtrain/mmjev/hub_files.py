@@ -33,7 +33,8 @@ class ModelFiles:
             raise ValueError(f"the name of the model is {name!r}; give a folder, or one on the Hub such as google/gemma-3n-E4B-it")
         name = str(name)
         self.name, self.revision = name, revision
-        self.folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else None
+        folder = Path(name).expanduser().absolute()  # a cell may change the working directory
+        self.folder = folder if folder.is_dir() else None
         self._token = "" if self.folder else (token or huggingface_hub.get_token() or "").strip()
         if not (self._token.isascii() and self._token.isprintable()):  # the HTTP library's own error would print it
             raise ValueError("the Hugging Face token has characters in it that no token has; copy it anew")

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from colabtrain.config import RunConfig
-from colabtrain.device import machine
+from colabtrain.device import is_out_of_memory, machine
 from colabtrain.runtime import checkpoint
 from colabtrain.runtime.checkpoint import TENSOR_GROUPS, Checkpoint, CheckpointError
 from colabtrain.runtime.diary import DIARY_FILE, Diary
@@ -65,9 +65,11 @@ class Keeper:
             snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size())
             path = checkpoint.write(self.folder, snapshot, self.diary.path)
             checkpoint.prune(path, self.config.keep_local)
-        except (OSError, CheckpointError, TypeError, ValueError) as error:
-            self._why = str(error)
-            self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {error}; training goes on", step=step)
+        except Exception as error:
+            if not (isinstance(error, (OSError, CheckpointError, TypeError, ValueError)) or is_out_of_memory(error)):
+                raise
+            self._why = str(error) or type(error).__name__
+            self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {self._why}; training goes on", step=step)
             return False
         finally:
             self._tried_at, self._wait = time.monotonic(), self.config.checkpoint_seconds

@@ -12,6 +12,7 @@ import threading
 from colabtrain.runtime.keeper import differences
 from colabtrain.runtime.lock import AlreadyRunning
 from colabtrain.runtime.run import ENDED, Run
+from colabtrain.runtime.worker import jobs
 
 REPLACE_SECONDS = 120.0  # what a live run gets to end its step and save
 
@@ -20,8 +21,7 @@ _launching = threading.Lock()  # of two threads that start at once, one sees the
 
 def live_runs() -> list[Run]:
     """Every run in this process that has not ended."""
-    jobs: list[Run | None] = [getattr(thread, "job", None) for thread in threading.enumerate() if thread.name == "colabtrain-train"]
-    return [job for job in jobs if job is not None and not _ended(job)]
+    return [job for job in jobs() if not _ended(job)]
 
 
 def _ended(job: Run) -> bool:

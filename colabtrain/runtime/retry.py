@@ -14,7 +14,8 @@ from colabtrain.runtime.recorder import Recorder
 from colabtrain.task import Divides, StepReport, Task
 
 MAX_SPLITS = 64  # for a Task that cannot say how many items a step has
-MAX_EMPTY_IN_A_ROW = 3  # steps of which no item fits
+MIN_SPLITS = 2  # tried for a lone item, too: a Task may save memory in a retry
+MAX_EMPTY_IN_A_ROW = 20  # steps of which no item fits; long records, each a batch of its own, may follow each other
 SAID, SAID_EVERY = 5, 50  # times out of memory that reach the log: the first ones, then some
 MAX_LOST_BYTES = 2 * 2**30  # accelerator memory that a failed attempt may keep
 
@@ -37,7 +38,7 @@ class Retry:
         while isinstance(failure := _attempt(self.task, i, splits), str):
             device.release_memory()
             items = self.task.contents(i) if isinstance(self.task, Divides) else []
-            max_splits = max(1, len(items)) if isinstance(self.task, Divides) else MAX_SPLITS
+            max_splits = max(MIN_SPLITS, len(items)) if isinstance(self.task, Divides) else MAX_SPLITS
             can_split = splits < max_splits
             self._say(i, splits, min(2 * splits, max_splits) if can_split else 0, failure, items)
             self._check_lost(used)
@@ -54,8 +55,9 @@ class Retry:
         times = self.recorder.count("out_of_memory")
         tasks = ", ".join(dict.fromkeys(str(item["task"]) for item in items if "task" in item))
         tokens = sum(item.get("tokens", 0) for item in items)
-        what = f" ({len(items)} items of {tasks}; {tokens:,} tokens)" if items else ""
-        then = f"trying again in {next_splits} parts" if next_splits else "it has no smaller parts"
+        what = f" ({len(items)} item{'s' * (len(items) > 1)} of {tasks}; {tokens:,} tokens)" if items else ""
+        again = "trying again, sparing memory" if len(items) == 1 else f"trying again in {next_splits} parts"
+        then = again if next_splits else "it has no smaller parts"
         text = f"step {i + 1:,}: out of memory in {splits} part{'s' * (splits > 1)}{what}; {then}"
         if times == SAID:
             text += f". That is {SAID} times: a smaller batch_size or token_budget would save the failed tries"

@@ -26,6 +26,7 @@ from colabtrain.runtime.diary import Diary, Tail, history
 from colabtrain.runtime.keeper import Hook, Keeper, adopt_diary, refuse
 from colabtrain.runtime.lock import FolderLock
 from colabtrain.runtime.retry import NeedsRestart
+from colabtrain.runtime.worker import Worker, jobs
 from colabtrain.task import Borrows, Task
 
 State = Literal["starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
@@ -186,16 +187,24 @@ class Run:
             started, task = time.monotonic(), self._task
             if task is None:
                 raise RuntimeError("this run has let go of its model (run.free()); start it again to have one")
+            if heir := self._heir():
+                raise RuntimeError(f"{heir!r} trains this model now; borrow it from that run")
             if not isinstance(task, Borrows):
                 raise RuntimeError(f"{type(task).__name__} has no borrow(); give it one, such as: return inference(self.model)")
-            random_state = checkpoint.rng_state()
+            random_state = None if self._state in ENDED else checkpoint.rng_state()  # nobody's numbers hang on it any more
             try:
                 with torch.no_grad(), task.borrow() as model:
                     yield model
             finally:
-                checkpoint.set_rng_state(random_state)
+                if random_state is not None:
+                    checkpoint.set_rng_state(random_state)
                 if (seconds := time.monotonic() - started) > LONG_BORROW_SECONDS and self._state not in ENDED:
                     self.diary.log(f"training stood still for {seconds:.0f} s while the model was borrowed")
+
+    def _heir(self) -> Run | None:
+        """The live run that has the model, once this one has ended."""
+        others: list[Run] = [job for job in jobs() if job is not self and job.state not in ENDED and job.owned is self.owned]
+        return others[0] if others and self._state in ENDED else None
 
     def history(self) -> dict[str, list[Any]]:
         """What was recorded at each step so far, over all machines: column name -> values."""
@@ -282,18 +291,3 @@ class Run:
             self.diary.write("resumed", f"going on from step {step:,}", step=step)
 
         return self._controls.passed(paused, save, going_on)
-
-
-class Worker(threading.Thread):
-    """The thread of one run. Threads know each other whatever became of variables and modules, so they are the registry."""
-
-    def __init__(self, job: Run) -> None:
-        super().__init__(name="colabtrain-train", daemon=True)
-        self.job: Run | None = job
-
-    def run(self) -> None:
-        assert self.job is not None
-        try:
-            self.job.work()
-        finally:
-            self.job = None  # an ended run must not be kept by its thread

@@ -1,0 +1,28 @@
+"""The thread of one run. Threads know each other whatever became of variables and modules, so they are the registry."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+NAME = "colabtrain-train"
+
+
+class Worker(threading.Thread):
+    """Runs job.work(). job: the Run, as long as the thread lives."""
+
+    def __init__(self, job: Any) -> None:
+        super().__init__(name=NAME, daemon=True)
+        self.job: Any = job
+
+    def run(self) -> None:
+        try:
+            self.job.work()
+        finally:
+            self.job = None  # an ended run must not be kept by its thread
+
+
+def jobs() -> list[Any]:
+    """The Run of every worker thread in this process, whatever class it has after a reload of modules."""
+    found = [getattr(thread, "job", None) for thread in threading.enumerate() if thread.name == NAME]
+    return [job for job in found if job is not None]
