@@ -304,6 +304,19 @@ def test_the_step_neither_reads_nor_moves_the_global_generator() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_the_gradient_is_the_same_to_the_last_bit_each_time_with_many_threads() -> None:
+    """No index with repeats lies on the way of a gradient: its backward adds in whatever order the threads come."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first, _ = gradients(1, 0.3)
+        for _ in range(8):
+            again, _ = gradients(1, 0.3)
+            assert all(torch.equal(first[name], again[name]) for name in first)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_cell_under_inference_mode_leaves_nothing_that_stops_training() -> None:
     from colabtrain.mmjev import backbone
 
