@@ -6,7 +6,7 @@ limits (torch.cuda.set_per_process_memory_fraction), so that steps really fail a
 table; nothing here passes or fails by a wall clock. Needs a CUDA card with 40 GB, 20 GB of disk, and transformers.
 
 Run it with colabtrain installed:
-    python tests/benchmarks/gpu_memory.py [--folder /tmp/e4b] [--layers 35]
+    python tests/benchmarks/gpu_memory.py [--folder runs/e4b] [--layers 35]
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def mixed(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/e4b"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/e4b"))
     parser.add_argument("--layers", type=int, default=35)
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
