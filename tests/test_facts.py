@@ -527,3 +527,31 @@ def test_a_skipped_step_uses_up_its_number_and_is_counted(tmp_path: Path) -> Non
     steps = events(tmp_path, "step")
     assert [(event["step"], event["skipped"], event["lr"]["all"]) for event in steps] == [(i + 1, i in (1, 2), 0.1 * i) for i in range(5)]
     assert steps[-1]["text"].endswith(", 2 steps skipped")
+
+
+def test_no_run_starts_on_a_model_that_an_ended_run_still_lends(tmp_path: Path) -> None:
+    """The end of the borrow would put modes and gradients back under the new training."""
+    model, options = colabtrain.MMJev.tiny(0), {"steps": 1, "display": False}
+    run = colabtrain.start(model, help_desk(12), run_dir=tmp_path / "a", **options)
+    assert run.wait(SECONDS) == "finished"
+    with run.borrow(), run.borrow():
+        pass
+    with run.borrow():
+        with run.borrow():
+            pass
+        with pytest.raises(
+            colabtrain.AlreadyRunning, match=r"the model is borrowed from <colabtrain run .*a.: finished.*; leave that `with` block first"
+        ):
+            colabtrain.start(model, help_desk(12), run_dir=tmp_path / "b", **options)
+    assert colabtrain.start(model, help_desk(12), run_dir=tmp_path / "b", **options).wait(SECONDS) == "finished"
+
+
+def test_an_ended_runs_borrow_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
+    """Nobody's numbers hang on them any more, and a cell that samples twice means two samples."""
+    run = colabtrain.start(colabtrain.MMJev.tiny(0), help_desk(12), run_dir=tmp_path, steps=1, display=False)
+    assert run.wait(SECONDS) == "finished"
+    drawn = []
+    for _ in range(2):
+        with run.borrow():
+            drawn.append(float(torch.rand(())))
+    assert drawn[0] != drawn[1]

@@ -12,7 +12,7 @@ import threading
 from colabtrain.runtime.keeper import differences
 from colabtrain.runtime.lock import AlreadyRunning
 from colabtrain.runtime.run import ENDED, Run
-from colabtrain.runtime.worker import jobs
+from colabtrain.runtime.worker import jobs, lending
 
 REPLACE_SECONDS = 120.0  # what a live run gets to end its step and save
 
@@ -49,6 +49,8 @@ def launch(run: Run, replace: bool = False) -> Run:
                 if not (why := _conflict(other, run)):
                     return other
                 raise AlreadyRunning(f"{other!r} is alive {why}; stop it first (run.stop()), or give replace=True to have it stopped")
+        for lender in (other for other in lending if other.state in ENDED and other.owned is run.owned):
+            raise AlreadyRunning(f"the model is borrowed from {lender!r}; leave that `with` block first")
         run.check()
         for other in others:
             _replace(other)

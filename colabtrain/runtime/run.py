@@ -26,7 +26,7 @@ from colabtrain.runtime.diary import Diary, Tail, history
 from colabtrain.runtime.keeper import Hook, Keeper, adopt_diary, refuse
 from colabtrain.runtime.lock import FolderLock
 from colabtrain.runtime.retry import NeedsRestart
-from colabtrain.runtime.worker import Worker, jobs
+from colabtrain.runtime.worker import Worker, jobs, lending
 from colabtrain.task import Borrows, Task
 
 State = Literal["starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
@@ -191,11 +191,15 @@ class Run:
                 raise RuntimeError(f"{heir!r} trains this model now; borrow it from that run")
             if not isinstance(task, Borrows):
                 raise RuntimeError(f"{type(task).__name__} has no borrow(); give it one, such as: return inference(self.model)")
+            outermost = self not in lending
+            lending.add(self)
             random_state = None if self._state in ENDED else checkpoint.rng_state()  # nobody's numbers hang on it any more
             try:
                 with torch.no_grad(), task.borrow() as model:
                     yield model
             finally:
+                if outermost:
+                    lending.discard(self)
                 if random_state is not None:
                     checkpoint.set_rng_state(random_state)
                 if (seconds := time.monotonic() - started) > LONG_BORROW_SECONDS and self._state not in ENDED:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from weakref import WeakSet
 
 NAME = "colabtrain-train"
+lending: WeakSet[Any] = WeakSet()  # the runs with an open borrow(), ended ones too
 
 
 class Worker(threading.Thread):
