@@ -56,13 +56,13 @@ def start(
     init: an adapter to start from; a checkpoint overrides it. exclude(record): records to leave out.
     on_checkpoint(path, step) is called after each save. options: any field of TrainConfig or RunConfig.
 
-    A second start() of the same thing while it runs returns the live run, as it is. Raises AlreadyRunning if a live run has the
-    folder or the model with other settings (replace=True stops that one first); ValueError, before anything is trained,
-    for a wrong option, record or model.
+    A second start() of the same thing while it runs returns the live run, as it is. Raises AlreadyRunning if a live run
+    has the folder or the model with other settings (replace=True stops that one first); ValueError, before anything is
+    trained, for a wrong option, record or model.
     """
     _check_switches(replace=replace, resume=resume, display=display)
     named = {"data": data, "run_dir": run_dir, "on_checkpoint": on_checkpoint, **options}
-    decided = task is not None or any(isinstance(each, TrainConfig) for each in (config if isinstance(config, tuple) else (config,)))
+    decided = task is not None or _has_train_config(config)
     options, translated = translate(named, {} if decided else os.environ)  # the environment overrules nobody
     data, run_dir, on_checkpoint = (options.pop(name) for name in ("data", "run_dir", "on_checkpoint"))
     predicate = exclude if callable(exclude) else None
@@ -105,6 +105,10 @@ def train(jev: Any = None, data: Any = None, **options: Any) -> Run:
     return run
 
 
+def _has_train_config(config: Any) -> bool:
+    return any(isinstance(given, TrainConfig) for given in (config if isinstance(config, (tuple, list)) else (config,)))
+
+
 def _check_switches(**switches: Any) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
@@ -142,7 +146,7 @@ def _check_own_task(task: Any, jev: Any, data: Any, options: Mapping[str, Any], 
         inspect.signature(task.step).bind(0, 2)
     except TypeError:
         raise ValueError(f"{type(task).__name__}.step does not take (i, splits); define it as step(self, i, splits=1)") from None
-    if any(isinstance(given, TrainConfig) for given in (config if isinstance(config, (tuple, list)) else (config,))):
+    if _has_train_config(config):
         raise ValueError("config= has a TrainConfig and is given together with task=; a Task decides that itself, give a RunConfig")
     not_ours = {item.name for item in dataclasses.fields(TrainConfig)} | NOT_OF_A_TASK
     if ignored := sorted(name for name in not_ours & set(options) if options[name] is not None):

@@ -82,16 +82,17 @@ def translate(options: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
     return new, lines
 
 
-def _check_model(jev: Any) -> Any:
-    if isinstance(jev, type) or not hasattr(jev, "trainable"):
-        raise ValueError(f"jev is {repr(jev)[:80]}; give an MMJev, such as MMJev.tiny()")
+def _checked(jev: Any) -> Any:
+    from colabtrain.mmjev.adapter import check_model
+
+    check_model(jev, "jev")
     return jev
 
 
 def add_lora(jev: Any, r: int = DEFAULT_LORA_R, alpha: float = 32.0) -> dict[str, Any]:
     """Put adapters of rank `r` on the model, each without effect yet; the trained parameters by name."""
     TrainConfig(lora_r=r, lora_alpha=alpha)  # checks them
-    _check_model(jev).configure(jev.default_subnets(), r, alpha)
+    _checked(jev).configure(jev.default_subnets(), r, alpha)
     jev.reset_trainable(0)
     return jev.trainable()
 
@@ -99,12 +100,12 @@ def add_lora(jev: Any, r: int = DEFAULT_LORA_R, alpha: float = 32.0) -> dict[str
 def reset_trainable(jev: Any, seed: int = 0) -> None:
     """Set adapters, heads and latents to their start."""
     TrainConfig(seed=seed)  # checks it
-    _check_model(jev).reset_trainable(seed)
+    _checked(jev).reset_trainable(seed)
 
 
 def trainable_state(jev: Any) -> dict[str, Any]:
     """A copy of every trained tensor, on the CPU, by name."""
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in _check_model(jev).trainable().items()}
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in _checked(jev).trainable().items()}
 
 
 def load_trainable(jev: Any, source: Any) -> None:

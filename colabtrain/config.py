@@ -257,9 +257,9 @@ def _nearest(name: str, known: set[str]) -> str:
 
 def settings(config: Any) -> dict[str, Any]:
     """The fields of a config as JSON, sub-networks as mappings: what a fingerprint is made of."""
-    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.compare}
     if subnets := values.get("subnets"):
-        values["subnets"] = {name: {field: getattr(fc, field) for field in SUBNET_FIELDS} for name, fc in subnets.items()}
+        values["subnets"] = {name: settings(fc) for name, fc in subnets.items()}
     return values
 
 

@@ -159,6 +159,17 @@ def host_bytes_available() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
+def sync_to_disk(path: Path) -> None:
+    """Return when what is in the file, or which names are in the folder, is on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder; its renames are in the journal
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _ram_bytes() -> dict[str, int]:
     try:
         import resource

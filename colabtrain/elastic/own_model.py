@@ -1,9 +1,8 @@
 """OwnModel: a person's own decision model behind the interface that the trainer uses.
 
-It needs MEMBERS. Its forward is its own, so what is ours stays outside
-it: LoRA sits on the attention projections alone (how it slices its feed-forward cannot be known), without dropout. A
-model that has its feed-forward width as a state (`set_ffn_width`) is driven under a lock: forward and backward of one
-sub-network, then full width again.
+It needs MEMBERS. Its forward is its own, so what is ours stays outside it: LoRA sits on the attention projections alone
+(how it slices its feed-forward cannot be known), without dropout. A model that has its feed-forward width as a state
+(`set_ffn_width`) is driven under a lock: forward and backward of one sub-network, then full width again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from colabtrain.mmjev.lora import LoRALinear, add_lora
 from colabtrain.records.schema import Question, Seg, option_names
 from colabtrain.task import inference
 
-MEMBERS = ("base", "lm", "heads", "latents", "yes_id", "no_id", "encode_state", "plan", "pack", "run", "train", "eval")
+METHODS = ("encode_state", "plan", "pack", "run", "train", "eval")
+MEMBERS = ("base", "lm", "heads", "latents", "yes_id", "no_id", *METHODS)
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ class OwnModel:
             parameter.requires_grad_(True)
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        heads = {f"heads.{name}": parameter for name, parameter in self.heads.named_parameters()}
-        return {**_adapters(self.jev), **heads, "latents": self.jev.latents}
+        return _trainable(self.jev)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.jev.base.named_parameters()
@@ -180,7 +179,7 @@ class OwnModel:
 def _check_members(jev: Any) -> None:
     kinds: dict[str, type] = {"base": nn.Module, "lm": nn.Module, "heads": nn.Module, "latents": Tensor}
     wanted = {name: (isinstance(getattr(jev, name), kind), f"a torch {kind.__name__}") for name, kind in kinds.items()}
-    wanted |= {name: (callable(getattr(jev, name)), "a method") for name in MEMBERS[-6:]}
+    wanted |= {name: (callable(getattr(jev, name)), "a method") for name in METHODS}
     for name, (good, what) in wanted.items():
         if not good:
             raise ValueError(f"jev.{name} of the {type(jev).__name__} is {repr(getattr(jev, name))[:80]}; it must be {what}")
@@ -192,18 +191,18 @@ def _first_seen(jev: Any) -> dict[str, Tensor]:
     """Heads, latents and adapters of its own as they were when the model was first trained here."""
     known: dict[str, Tensor] | None = getattr(jev, "_colabtrain_start", None)
     if known is None:
-        tensors = {f"heads.{name}": p for name, p in jev.heads.named_parameters()} | {"latents": jev.latents}
-        tensors |= _adapters(jev)
-        known = jev._colabtrain_start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        known = jev._colabtrain_start = {name: tensor.detach().clone() for name, tensor in _trainable(jev).items()}
     return known
 
 
-def _adapters(jev: Any) -> dict[str, nn.Parameter]:
-    """Every LoRA parameter, ours and its own, by its name in `lm`, or in `base` where it is outside."""
+def _trainable(jev: Any) -> dict[str, nn.Parameter]:
+    """Every LoRA parameter, ours and its own, by its name in `lm`, or in `base` where it is outside; heads; latents."""
     named: dict[str, nn.Parameter] = dict(jev.lm.named_parameters())
     inside = {id(parameter) for parameter in named.values()}
     named |= {f"base.{name}": parameter for name, parameter in jev.base.named_parameters() if id(parameter) not in inside}
-    return {name: parameter for name, parameter in named.items() if "lora_" in name}
+    adapters = {name: parameter for name, parameter in named.items() if "lora_" in name}
+    heads = {f"heads.{name}": parameter for name, parameter in jev.heads.named_parameters()}
+    return {**adapters, **heads, "latents": jev.latents}
 
 
 def _num_tokens(plan: Any) -> int:

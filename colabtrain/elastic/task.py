@@ -92,10 +92,8 @@ class ElasticTask:
         self.optimizer = Optimizer(self.model.trainable(), config, fp16=self.model.matmul_dtype is torch.float16)
         lengths = [self._length(record) for record in self.records]
         self.schedule = Schedule(lengths, config.batch_size, config.token_budget, config.seed)
-        shapes = {name: list(parameter.shape) for name, parameter in self.model.trainable().items()}
-        self._trainable_digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]
 
-    def _choose_checkpoint_layers(self, splits: int = 1) -> None:
+    def _choose_checkpoint_layers(self, splits: int) -> None:
         """What memory needs or the person says; a retry recomputes all layers, which changes no gradient."""
         if isinstance(self.model, MMJev):
             if splits > 1:
@@ -204,7 +202,8 @@ class ElasticTask:
 
     def fingerprint(self) -> dict[str, Any]:
         if self._fingerprint is None:
-            self._fingerprint = {**self._learned(self.model), "trainable": self._trainable_digest}
+            shapes = sorted((name, list(parameter.shape)) for name, parameter in self.model.trainable().items())
+            self._fingerprint = {**self._learned(self.model), "trainable": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}
         return self._fingerprint
 
     def identity(self) -> dict[str, Any]:

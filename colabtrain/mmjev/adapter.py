@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from colabtrain.config import SUBNET_FIELDS, SubnetConfig, as_path
+from colabtrain.config import SubnetConfig, as_path, settings
+from colabtrain.device import sync_to_disk
 from colabtrain.mmjev.adapter_files import ABOUT, CONFIG, EXTRAS, WEIGHTS, read
 from colabtrain.mmjev.model import MMJev, check_magnitudes
 
@@ -42,7 +43,7 @@ def save_adapter(
     for values that load_adapter() would refuse, for sub-networks other than the heads, and for a folder that holds
     anything but an adapter; OSError if the disk fails, and then an older adapter is still whole.
     """
-    _check_model(model)
+    check_model(model)
     folder = as_path(folder, "folder", "name the folder of the adapter").resolve()
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.trainable().items()}
     _check_values(tensors, model.name)
@@ -74,7 +75,7 @@ def load_adapter(model: MMJev, path: str | Path) -> dict[str, Any]:
     subnets, temperatures), {} where there is none. Raises FileNotFoundError, or ValueError naming the tensors that are
     missing, extra, misshapen, not finite or zero, or why the file is refused; the model is then unchanged.
     """
-    _check_model(model)
+    check_model(model)
     path = as_path(path, "path", "give the folder of an adapter or of a checkpoint, or a .pt file")
     found = read(path)
     if found.alpha is not None:
@@ -86,7 +87,7 @@ def load_adapter(model: MMJev, path: str | Path) -> dict[str, Any]:
 @torch.no_grad()
 def take_tensors(model: Any, tensors: Mapping[str, Tensor], where: str = "the given state") -> None:
     """Set `model`'s trained tensors from `tensors`, by the names of trainable(); raises as load_adapter()."""
-    _check_model(model)
+    check_model(model)
     parameters = model.trainable()
     _check_fit(tensors, parameters, where)
     _check_values(tensors, where)
@@ -94,9 +95,10 @@ def take_tensors(model: Any, tensors: Mapping[str, Tensor], where: str = "the gi
         parameter.copy_(tensors[name])
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any, name: str = "the model") -> None:
+    """Raise ValueError where `model`, which the caller calls `name`, has no trained parts."""
     if isinstance(model, type) or not hasattr(model, "trainable"):
-        raise ValueError(f"the model is {repr(model)[:80]}; give an MMJev, such as MMJev.tiny()")
+        raise ValueError(f"{name} is {repr(model)[:80]}; give an MMJev, such as MMJev.tiny()")
 
 
 # What is written
@@ -141,7 +143,7 @@ def _about(model: MMJev, temperatures: Mapping[str, Any], subnets: Mapping[str, 
     fields = {
         "format": 1,
         "base": model.fingerprint(),
-        "subnets": {name: {field: getattr(fc, field) for field in SUBNET_FIELDS} for name, fc in subnets.items()},
+        "subnets": {name: settings(fc) for name, fc in subnets.items()},
         "temperatures": dict(temperatures),
     }
     return json.dumps(fields, indent=1)
@@ -158,28 +160,20 @@ def check_replaceable(folder: Path) -> None:
 
 def _put_in_place(staging: Path, folder: Path) -> None:
     for path in (*staging.iterdir(), staging):
-        _sync(path)
+        sync_to_disk(path)
     replaced = folder.with_name(f".replaced-{folder.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         os.rename(folder, replaced)
     try:
         os.rename(staging, folder)
-        _sync(folder.parent)
+        sync_to_disk(folder.parent)
     except OSError:
         if not folder.exists() and replaced.exists():
             os.rename(replaced, folder)
         raise
     finally:
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # What is read

@@ -118,7 +118,7 @@ def safetensors_file(path: Path) -> Generator[Any]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """`error` and what it came from."""
+    """`error` and all it came from, what it hides too: the reason of a broken connection is there."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen

@@ -98,7 +98,8 @@ class Pretrained:
         files = ModelFiles(name, token, revision)
         try:
             config = _text_config(name, json.loads(files.fetch("config.json").read_text()))
-            shards = _shards(files, _skeleton(config))
+            lm = _skeleton(config)
+            shards = _shards(files, lm)
             files.fetch("tokenizer_config.json")
             tokenizer = HubTokenizer(files.fetch("tokenizer.json").parent)
         except FileNotFoundError as error:
@@ -106,7 +107,7 @@ class Pretrained:
                 f"{error}; a checkpoint has config.json, tokenizer.json, tokenizer_config.json and safetensors files"
             ) from error
         target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        _check_host_memory(name, config, target)
+        _check_host_memory(name, lm, target)
         table = None if ple_device is None else torch.device(ple_device)
         return cls(files, config, tokenizer, tokenizer.single("Yes"), tokenizer.single("No"), shards, target, table)
 
@@ -190,11 +191,11 @@ def _skeleton(config: Any) -> Any:
         return Gemma3nTextModel(config).eval()
 
 
-def _check_host_memory(name: str, config: Any, device: torch.device) -> None:
+def _check_host_memory(name: str, lm: nn.Module, device: torch.device) -> None:
     """A process that takes more than there is gets killed, with all that the kernel holds."""
     if device.type != "cpu":
         return
-    needed = sum(parameter.numel() for parameter in _skeleton(config).parameters()) * precision(device)[0].itemsize
+    needed = sum(parameter.numel() for parameter in lm.parameters()) * precision(device)[0].itemsize
     available = host_bytes_available()
     if available is not None and needed > available:
         raise ValueError(

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from colabtrain.device import sync_to_disk
 from colabtrain.runtime.diary import DIARY_FILE
 
 MANIFEST, STATE, PREFIX = "manifest.json", "state.json", "step-"
@@ -77,16 +78,16 @@ def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
             (staging / DIARY_FILE).write_bytes(source.read(snapshot.diary_bytes))
         names = sorted(path.name for path in staging.iterdir())
         for name in names:
-            _sync(staging / name)
+            sync_to_disk(staging / name)
         manifest = [{"name": name, "size": (staging / name).stat().st_size, "sha256": _sha256(staging / name)} for name in names]
         (staging / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": manifest}, indent=1))
-        _sync(staging / MANIFEST)
-        _sync(staging)
+        sync_to_disk(staging / MANIFEST)
+        sync_to_disk(staging)
         if final.exists():  # an older one of the same step, which a resume found unusable or went behind
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(final, replaced)
         os.replace(staging, final)
-        _sync(folder)
+        sync_to_disk(folder)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         if replaced.exists() and not final.exists():
@@ -193,13 +194,3 @@ def _decode(text: str) -> Tensor:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder; its renames are in the journal
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

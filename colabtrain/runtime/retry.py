@@ -39,11 +39,11 @@ class Retry:
             device.release_memory()
             items = self.task.contents(i) if isinstance(self.task, Divides) else []
             max_splits = max(MIN_SPLITS, len(items)) if isinstance(self.task, Divides) else MAX_SPLITS
-            can_split = splits < max_splits
-            self._say(i, splits, min(2 * splits, max_splits) if can_split else 0, failure, items)
+            next_splits = min(2 * splits, max_splits)
+            self._say(i, splits, next_splits if next_splits > splits else 0, failure, items)
             self._check_lost(used)
-            if can_split:
-                splits = min(2 * splits, max_splits)
+            if next_splits > splits:
+                splits = next_splits
             elif num_aside < len(items) and self._set_aside(i):
                 num_aside += 1
             else:
