@@ -1,4 +1,4 @@
-"""The command line: `demo` and `train`. Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 a new process is
+"""The command line: `demo`, `train` and `verify`. Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 a new process is
 needed and the checkpoint is safe, 130 interrupted."""
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _start(arguments: argparse.Namespace) -> tuple[Any, Any] | int:
     """(run, tail of its diary), or an exit code."""
+    if arguments.command == "verify":
+        return _verify(arguments.run)
     model, data, options = {"demo": _demo, "train": _train}[arguments.command](arguments)
 
     from colabtrain.api import start
@@ -70,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--eval-every", type=int, metavar="STEPS", help="default: at the end only")
     train.add_argument("--config", type=Path, metavar="FILE.toml", help="options as top-level keys")
     train.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any TrainConfig or RunConfig field")
+    verify = commands.add_parser("verify", help="check every checkpoint of a run; status 1 if none is good")
+    verify.add_argument("run", type=_folder, metavar="RUN", help="folder of the run")
     return parser
 
 
@@ -103,6 +107,16 @@ def _train(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
             f"{taken[0]}={options[taken[0]]!r} is no option of --set or --config; the command line has its own for what it offers"
         )
     return _model(arguments.model), arguments.data, options
+
+
+def _verify(run: Path) -> int:
+    from colabtrain.runtime.verify import verify
+
+    num_good = 0
+    for line, good in verify(run):
+        _say(line)
+        num_good += good
+    return 0 if num_good else _fail(f"no good checkpoint in {str(run)!r}", FAILED)
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -159,11 +159,14 @@ class RunConfig:
     max_eval_records: int | None = _at_least(None, 1)
     checkpoint_layers: int | None = _at_least(None, 0)  # layers recomputed in the backward pass; None: as memory needs
     adapter_dir: str | None = None  # where the adapter is saved at the end; None: <run>/adapter
+    allow_mismatch: tuple[str, ...] = ()  # differences that a resume accepts, by the names its refusal gives
     on_unrecoverable: str = field(default="fail", metadata={"choices": ("fail", "exit")})  # exit: end the process with status 3
 
     def __post_init__(self) -> None:
         if isinstance(self.adapter_dir, Path):
             object.__setattr__(self, "adapter_dir", str(self.adapter_dir))
+        if isinstance(self.allow_mismatch, list):
+            object.__setattr__(self, "allow_mismatch", tuple(self.allow_mismatch))
         check_types(self)
         check_metadata(self)
         if self.adapter_dir is not None and not self.adapter_dir.strip():

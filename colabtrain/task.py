@@ -40,8 +40,9 @@ class StepReport:
 class Task(Protocol):
     """A training job. All methods but fingerprint() run on the worker thread."""
 
-    # What else a Task may offer: borrow() (Borrows), evaluate() (Evaluates), describe() (Describes), ending() (Ends),
-    # say (Says), contents() and set_aside() (Divides), first_bad_module() (Diagnoses). A Task without them trains all the same.
+    # What else a Task may offer: borrow() (Borrows), evaluate() (Evaluates), describe() (Describes), ending() (Ends), say
+    # (Says), contents() and set_aside() (Divides), first_bad_module() (Diagnoses), before_it_was_recorded() (Grows). A Task
+    # without them trains all the same.
 
     @property
     def num_steps(self) -> int:
@@ -104,6 +105,15 @@ class Ends(Protocol):
 
     def ending(self, folder: Path) -> Iterable[tuple[str, str, dict[str, Any]]]:
         """Leave the model ready for use, and in the run's folder what people keep. Gives (event, text, fields) for the diary."""
+        ...
+
+
+@runtime_checkable
+class Grows(Protocol):
+    """A Task whose fingerprint has more entries than that of its earlier versions."""
+
+    def before_it_was_recorded(self) -> Mapping[str, Any]:
+        """Entries that an old checkpoint's fingerprint may lack -> what held then (JSON)."""
         ...
 
 

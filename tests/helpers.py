@@ -10,6 +10,7 @@ import torch
 
 from colabtrain.mmjev.model import MMJev
 from colabtrain.runtime.diary import Tail
+from colabtrain.runtime.keeper import THREAD_NAME
 
 HOLD_SECONDS = 60.0  # far more than anything here takes; a wait that long is a failure
 
@@ -29,6 +30,13 @@ class Halt:
         if i == self.at:
             self.reached.set()
             assert self.go.wait(HOLD_SECONDS)
+
+
+def all_written(*_: Any) -> None:
+    """Wait until no checkpoint is being written: before each step, so that one that is due is taken at its own step."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join(HOLD_SECONDS)
 
 
 def perturbed_model() -> MMJev:

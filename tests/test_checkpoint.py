@@ -23,7 +23,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from colabtrain.runtime import checkpoint
-from colabtrain.runtime.checkpoint import CheckpointError, capture, clear_staging, listed, prune, read, write
+from colabtrain.runtime.checkpoint import Buffers, Groups, Snapshot, capture, read, write
+from colabtrain.runtime.manifest import CheckpointError, clear_staging, listed, prune
+from colabtrain.runtime.rng import rng_state, set_rng_state
 
 pytestmark = pytest.mark.colab
 
@@ -84,8 +86,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
+def taken(step: int, groups: Groups, state: Mapping[str, Any] | None = None, diary_bytes: int = 0) -> Snapshot:
+    return capture(step, groups, state or {}, diary_bytes, Buffers())
+
+
 def save(folder: Path, step: int, seed: int = 0, **state: Any) -> Path:
-    snapshot = capture(step, tensors(seed), state, diary_bytes=2 * len(DIARY_LINE))
+    snapshot = taken(step, tensors(seed), state, diary_bytes=2 * len(DIARY_LINE))
     return write(folder, snapshot, folder.parent / "diary.jsonl")
 
 
@@ -119,7 +125,7 @@ def test_folder_holds_the_files_and_the_manifest_their_hashes(folder: Path) -> N
 
 
 def test_groups_without_tensors_round_trip(folder: Path) -> None:
-    snapshot = capture(1, {"trainable": {"w": torch.ones(1)}, "optimizer": {}}, {}, 0)
+    snapshot = taken(1, {"trainable": {"w": torch.ones(1)}, "optimizer": {}})
     found = read(write(folder, snapshot, folder.parent / "diary.jsonl"))
     assert all_bits(found.tensors) == {"trainable": {"w": bits(torch.ones(1))}, "optimizer": {}}
 
@@ -129,27 +135,28 @@ def test_capture_is_out_of_reach_of_training(folder: Path) -> None:
     shared = live["trainable"]["float32"]
     live["trainable"]["tied"] = shared  # two names of one weight
     wanted = all_bits(live)
-    snapshot = capture(1, live, {}, 0)
+    snapshot = taken(1, live)
     for group in live.values():
         for tensor in group.values():
             tensor.zero_()
-    assert all_bits(snapshot.tensors) == wanted
+    assert all_bits(snapshot.buffers.tensors) == wanted
     assert all_bits(read(write(folder, snapshot, folder.parent / "diary.jsonl")).tensors) == wanted
 
 
 def test_capture_takes_tensors_that_train() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    snapshot = capture(1, {"trainable": {"w": parameter}, "optimizer": {}}, {}, 0)
-    assert not snapshot.tensors["trainable"]["w"].requires_grad
+    snapshot = taken(1, {"trainable": {"w": parameter}, "optimizer": {}})
+    assert not snapshot.buffers.tensors["trainable"]["w"].requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weight_that_is_not_finite_is_refused_by_name(dtype: torch.dtype, value: float) -> None:
+def test_weight_that_is_not_finite_is_refused_by_name(folder: Path, dtype: torch.dtype, value: float) -> None:
     groups = tensors()
     groups["trainable"]["layers.3.lora_A"] = torch.tensor([[1.0, 2.0], [value, 3.0]], dtype=dtype)
     with pytest.raises(CheckpointError, match=r"layers\.3\.lora_A is not finite"):
-        capture(7, groups, {}, 0)
+        write(folder, taken(7, groups), folder.parent / "diary.jsonl")
+    assert not folder.exists()
 
 
 def test_saving_a_step_again_replaces_it(folder: Path) -> None:
@@ -355,7 +362,8 @@ FAILURES: list[tuple[str, Any, str, int, Callable[..., None]]] = [
     *((f"safetensors {i}", checkpoint, "save_file", i, no_space_from_safetensors) for i in range(2)),
     *((f"fsync {i}", os, "fsync", i, no_space) for i in range(6)),
     *((f"write_text {i}", Path, "write_text", i, no_space) for i in range(2)),
-    ("write_bytes", Path, "write_bytes", 0, no_space),
+    ("diary", checkpoint, "_copy_start", 0, no_space),
+    ("room", checkpoint.disk, "check_room", 0, no_space),
     ("mkdir", Path, "mkdir", 0, no_space),
 ]
 
@@ -392,7 +400,7 @@ def test_failing_disk_does_not_cost_the_checkpoint_of_the_same_step(
 def test_state_that_is_no_json_leaves_nothing_behind(folder: Path) -> None:
     with pytest.raises(TypeError):
         save(folder, 1, oops=object())
-    assert list(folder.iterdir()) == []
+    assert not folder.exists()
 
 
 @contextlib.contextmanager
@@ -408,7 +416,7 @@ def small_files() -> Iterator[None]:
 
 
 def test_really_full_disk_is_an_os_error(folder: Path) -> None:
-    snapshot = capture(1, {"trainable": {"w": torch.zeros(5000)}, "optimizer": {}}, {}, 0)
+    snapshot = taken(1, {"trainable": {"w": torch.zeros(5000)}, "optimizer": {}})
     with pytest.raises(OSError), small_files():
         write(folder, snapshot, folder.parent / "diary.jsonl")
     assert list(folder.iterdir()) == []
@@ -469,21 +477,21 @@ def test_random_state_round_trip(warm_up: int) -> None:
         random.gauss(0, 1)
         numpy.random.standard_normal()
         torch.randn(1)
-    state = checkpoint.rng_state()
+    state = rng_state()
     wanted = draws()
     assert draws() != wanted
-    checkpoint.set_rng_state(json.loads(json.dumps(state)))
-    assert checkpoint.rng_state() == state
+    set_rng_state(json.loads(json.dumps(state)))
+    assert rng_state() == state
     assert draws() == wanted
 
 
 def test_reading_the_random_state_does_not_move_it() -> None:
     torch.manual_seed(0)
-    first = checkpoint.rng_state()
-    assert checkpoint.rng_state() == first
-    capture(1, tensors(), {}, 0)
+    first = rng_state()
+    assert rng_state() == first
+    taken(1, tensors())
     torch.manual_seed(0)
-    assert checkpoint.rng_state()["torch"] == first["torch"]
+    assert rng_state()["torch"] == first["torch"]
 
 
 def test_capture_and_restore_through_the_disk(folder: Path) -> None:
@@ -491,15 +499,15 @@ def test_capture_and_restore_through_the_disk(folder: Path) -> None:
     torch.manual_seed(4)
     path = save(folder, 1)
     wanted = draws()
-    checkpoint.set_rng_state(read(path).state["rng"])
+    set_rng_state(read(path).state["rng"])
     assert draws() == wanted
 
 
 def test_state_without_numpy_leaves_numpy_alone() -> None:
     numpy = pytest.importorskip("numpy")
-    state = checkpoint.rng_state()
+    state = rng_state()
     del state["numpy"]
     numpy.random.seed(9)
     before = numpy.random.get_state()[1].tolist()
-    checkpoint.set_rng_state(state)
+    set_rng_state(state)
     assert numpy.random.get_state()[1].tolist() == before

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers import Halt
 from torch import Tensor, nn
 
 import colabtrain
@@ -105,6 +106,20 @@ def test_a_model_with_a_sticky_width_trains_at_both_widths_and_is_full_after(tmp
 
 
 @pytest.mark.colab
+class Halted(Sticky):
+    """One that may be held before a step."""
+
+    def __init__(self, halt: Halt) -> None:
+        super().__init__()
+        self.halt, self.steps = halt, -1  # the first call is to get ready
+
+    def train(self, mode: bool = True) -> None:
+        super().train(mode)
+        if mode:
+            self.halt(self.steps)
+            self.steps += 1
+
+
 def test_positional_objects_reach_the_model_as_they_are_and_it_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert start(Sticky(), tmp_path / "whole", subnets=SUBNETS).wait(SECONDS) == "finished"
     whole = losses(tmp_path / "whole")
@@ -114,10 +129,13 @@ def test_positional_objects_reach_the_model_as_they_are_and_it_resumes_bit_for_b
         assert losses(tmp_path / folder) == whole
     assert len({step["full"] for step in whole}) == 6
 
-    stop_file = tmp_path / "parts" / "STOP"
-    run = start(Sticky(), tmp_path / "parts", subnets=SUBNETS, checkpoint_every=3, on_checkpoint=lambda path, step: stop_file.touch())
+    halt = Halt(2)
+    run = start(Halted(halt), tmp_path / "parts", subnets=SUBNETS)
+    assert halt.reached.wait(SECONDS)
+    run.stop(wait=False)
+    halt.go.set()
     assert run.wait(SECONDS) == "stopped" and run.step == 3
-    assert start(Sticky(), tmp_path / "parts", subnets=SUBNETS).wait(SECONDS) == "finished"
+    assert start(Halted(Halt(99)), tmp_path / "parts", subnets=SUBNETS).wait(SECONDS) == "finished"
     assert losses(tmp_path / "parts") == whole
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Halt, events
+from helpers import Halt, all_written, events
 from toy_task import ToyTask
 
 import colabtrain
-from colabtrain.runtime import checkpoint, keeper
+from colabtrain.runtime import checkpoint, keeper, manifest, resume
 from colabtrain.runtime.diary import Diary
 from colabtrain.runtime.lock import AlreadyRunning
 from colabtrain.runtime.recorder import Recorder
@@ -228,22 +228,27 @@ def test_an_error_that_cannot_be_printed_still_ends_the_run(tmp_path: Path) -> N
 
 def test_checkpoints_by_steps_on_stop_and_at_the_end(tmp_path: Path) -> None:
     halt = Halt(8)
-    run = start(ToyTask(12, halt), tmp_path, checkpoint_every=3, keep_local=2)
+
+    def before_step(i: int) -> None:
+        all_written()
+        halt(i)
+
+    run = start(ToyTask(12, before_step), tmp_path, checkpoint_every=3, keep_local=2)
     assert halt.reached.wait(SECONDS)
-    assert [path.name for path in checkpoint.listed(tmp_path / "checkpoints")] == ["step-00000006", "step-00000003"]
+    assert [path.name for path in manifest.listed(tmp_path / "checkpoints")] == ["step-00000006", "step-00000003"]
     run.stop(wait=False)
     halt.go.set()
     assert run.wait(SECONDS) == "stopped"
-    assert [path.name for path in checkpoint.listed(tmp_path / "checkpoints")] == ["step-00000009", "step-00000006"]
+    assert [path.name for path in manifest.listed(tmp_path / "checkpoints")] == ["step-00000009", "step-00000006"]
     assert start(ToyTask(12), tmp_path).wait(SECONDS) == "finished"
-    assert checkpoint.listed(tmp_path / "checkpoints")[0].name == "step-00000012"
+    assert manifest.listed(tmp_path / "checkpoints")[0].name == "step-00000012"
 
 
 def test_checkpoints_by_time_the_first_one_early(tmp_path: Path) -> None:
-    assert start(ToyTask(5), tmp_path / "a", first_checkpoint_seconds=0.0).wait(SECONDS) == "finished"
+    assert start(ToyTask(5, all_written), tmp_path / "a", first_checkpoint_seconds=0.0).wait(SECONDS) == "finished"
     assert [event["step"] for event in events(tmp_path / "a", "checkpoint_saved")] == [1, 5]
     options = {"first_checkpoint_seconds": 0.0, "checkpoint_seconds": 0.0}
-    assert start(ToyTask(5), tmp_path / "b", **options).wait(SECONDS) == "finished"
+    assert start(ToyTask(5, all_written), tmp_path / "b", **options).wait(SECONDS) == "finished"
     assert [event["step"] for event in events(tmp_path / "b", "checkpoint_saved")] == [1, 2, 3, 4, 5]
 
 
@@ -298,7 +303,7 @@ def test_resume_of_another_experiment_is_refused_with_the_differences(tmp_path: 
 
 
 def test_a_broken_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
-    start(ToyTask(4), tmp_path, checkpoint_every=2).wait(SECONDS)
+    start(ToyTask(4, all_written), tmp_path, checkpoint_every=2).wait(SECONDS)
     whole = losses(tmp_path)
     (tmp_path / "checkpoints/step-00000004/optimizer.safetensors").write_bytes(b"")
     assert start(ToyTask(4), tmp_path).wait(SECONDS) == "finished"
@@ -325,7 +330,7 @@ def test_a_full_disk_is_said_and_retried_and_never_fatal(tmp_path: Path, monkeyp
         real(*arguments)
 
     monkeypatch.setattr(checkpoint, "save_file", save_file)
-    assert start(ToyTask(9), tmp_path, checkpoint_every=3).wait(SECONDS) == "finished"
+    assert start(ToyTask(9, all_written), tmp_path, checkpoint_every=3).wait(SECONDS) == "finished"
     assert [event["step"] for event in events(tmp_path, "checkpoint_failed")] == [3, 6]
     assert [event["step"] for event in events(tmp_path, "checkpoint_saved")] == [9]
     assert not list((tmp_path / "checkpoints").glob(".staging-*"))
@@ -354,7 +359,7 @@ def test_an_exit_of_the_interpreter_saves_and_does_not_hang(tmp_path: Path) -> N
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=3 * SECONDS, check=False, cwd=root
     )
     assert (done.returncode, done.stdout) == (0, "ending\n"), done.stderr
-    assert events(tmp_path)[-1]["event"] == "stopped" and checkpoint.listed(tmp_path / "checkpoints")
+    assert events(tmp_path)[-1]["event"] == "stopped" and manifest.listed(tmp_path / "checkpoints")
 
 
 # What used to cost a run
@@ -371,7 +376,7 @@ def test_a_change_of_the_working_directory_does_not_move_the_run(tmp_path: Path,
     assert run.wait(SECONDS) == "finished"
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert [event["step"] for event in events(tmp_path / "runs/here", "step")] == [1, 2, 3, 4]
-    assert checkpoint.listed(tmp_path / "runs/here/checkpoints")[0].name == "step-00000004"
+    assert manifest.listed(tmp_path / "runs/here/checkpoints")[0].name == "step-00000004"
 
 
 class Measured(ToyTask):
@@ -389,7 +394,7 @@ def test_an_evaluation_that_fails_costs_nothing(tmp_path: Path) -> None:
     assert start(Measured(4, fail), tmp_path, eval_every=2).wait(SECONDS) == "finished"
     failed = events(tmp_path, "evaluation_failed")
     assert [event["step"] for event in failed] == [2, 4] and "no such metric" in failed[0]["text"]
-    assert checkpoint.listed(tmp_path / "checkpoints")[0].name == "step-00000004"
+    assert manifest.listed(tmp_path / "checkpoints")[0].name == "step-00000004"
 
 
 def test_an_evaluation_may_hold_numbers_of_numpy_and_torch(tmp_path: Path) -> None:
@@ -406,7 +411,7 @@ def test_the_last_save_comes_before_the_evaluation(tmp_path: Path) -> None:
     saved: list[str] = []
 
     def look() -> dict[str, Any]:
-        saved.extend(path.name for path in checkpoint.listed(tmp_path / "checkpoints"))
+        saved.extend(path.name for path in manifest.listed(tmp_path / "checkpoints"))
         return {}
 
     assert start(Measured(3, look), tmp_path).wait(SECONDS) == "finished"
@@ -458,7 +463,7 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("part", ["a missing tensor", "a weight that is not finite", "no totals"])
 def test_a_checkpoint_with_right_hashes_and_wrong_content_gives_way(part: str, tmp_path: Path) -> None:
-    start(ToyTask(4), tmp_path, checkpoint_every=2).wait(SECONDS)
+    start(ToyTask(4, all_written), tmp_path, checkpoint_every=2).wait(SECONDS)
     whole, newest = losses(tmp_path), tmp_path / "checkpoints/step-00000004"
     if part == "no totals":
         state = json.loads((newest / "state.json").read_text())
@@ -535,8 +540,8 @@ def test_the_moving_average_starts_as_a_mean_and_skips_what_is_not_finite(tmp_pa
 def test_another_machine_is_said_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(ToyTask(2), tmp_path).wait(SECONDS)
     assert json.loads((tmp_path / "checkpoints/step-00000002/state.json").read_text())["machine"]["torch"] == torch.__version__
-    real = keeper.machine()
-    monkeypatch.setattr(keeper, "machine", lambda: {**real, "threads": 64})
+    real = resume.machine()
+    monkeypatch.setattr(resume, "machine", lambda: {**real, "threads": 64})
     assert start(ToyTask(3), tmp_path).wait(SECONDS) == "finished"
     said = [event["text"] for event in events(tmp_path, "log") if "another machine" in event["text"]]
     assert len(said) == 1 and f"threads: checkpoint {real['threads']!r}, now 64" in said[0]

@@ -427,7 +427,7 @@ OPTIONS = [
     option("unknown option batchsize=8; did you mean batch_size?", batchsize=8),
     option("unknown option rundir='x'; did you mean run_dir?", rundir="x"),
     option("unknown option lr=0.1; did you mean lr_heads or lr_lora?", lr=0.1),
-    option("unknown option device='cuda'; known options: adapter_dir, batch_size", device="cuda"),
+    option("unknown option device='cuda'; known options: adapter_dir, allow_mismatch, batch_size", device="cuda"),
     option("replace='no' is of type str; it must be True or False", replace="no"),
     option("resume=None is of type NoneType; it must be True or False", resume=None),
     option("bs=2 and batch_size=3 are the same option; give batch_size alone", bs=2, batch_size=3),

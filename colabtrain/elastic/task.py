@@ -206,6 +206,10 @@ class ElasticTask:
             self._fingerprint = {**self._learned(self.model), "trainable": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}
         return self._fingerprint
 
+    def before_it_was_recorded(self) -> dict[str, Any]:
+        """A field that TrainConfig did not have yet was as its default is."""
+        return {f"config.{name}": value for name, value in settings(TrainConfig()).items()}
+
     def identity(self) -> dict[str, Any]:
         """What is learned from what, as far as it is known before prepare(): the same before and after."""
         if self._identity is None:

@@ -1,20 +1,14 @@
-"""Checkpoints on disk: capture, stage, manifest, rename; verify, list, prune, restore.
+"""Checkpoints: capture at a step boundary, write to disk, read back. Nothing pickled is written or read.
 
-`<run>/checkpoints/step-00001200/` holds trainable.safetensors, optimizer.safetensors, state.json, the diary up to that
-step and manifest.json (name, size and sha256 of each). The manifest is written last and the folder is renamed into
-place after it, so a folder with this name was whole when it appeared; the hashes say whether it still is. Nothing
-pickled is written or read.
+The training thread only copies its tensors into buffers that are made once (the snapshot of CheckFreq, Mohan et al.
+2021); staging, hashing and renaming are for another thread, which sees nothing but the copy.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
-import random
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,24 +20,64 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colabtrain.device import sync_to_disk
+from colabtrain.runtime import disk, manifest
 from colabtrain.runtime.diary import DIARY_FILE
+from colabtrain.runtime.manifest import FORMAT, MANIFEST, PREFIX, REPLACED, STAGING, STATE, TENSOR_GROUPS, CheckpointError
+from colabtrain.runtime.rng import rng_state
 
-MANIFEST, STATE, PREFIX = "manifest.json", "state.json", "step-"
-TENSOR_GROUPS = ("trainable", "optimizer")
-FORMAT = 1
+Groups = Mapping[str, Mapping[str, Tensor]]
+COPY_BYTES = 2**20
 
 
-class CheckpointError(Exception):
-    """A checkpoint that cannot be used; the text says which file and why."""
+class Buffers:
+    """Host memory for one copy of a run's tensors, used again for each checkpoint; pinned where they lie on a GPU."""
+
+    def __init__(self) -> None:
+        self._layout: list[Any] = []
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+        self._copied: list[torch.cuda.Event] = []
+
+    def fill(self, groups: Groups) -> None:
+        """Copy `groups`. Copies from a GPU are under way on return, in the order of its stream: later steps cannot touch them."""
+        named = {group: dict(groups[group]) for group in TENSOR_GROUPS}
+        layout = [(group, name, t.dtype, t.shape, t.device) for group, tensors in named.items() for name, t in tensors.items()]
+        if layout != self._layout:
+            self._layout, self.tensors = [], {}  # the old ones go before the new ones come
+            self.tensors = {group: _allocated(tensors) for group, tensors in named.items()}
+            self._layout = layout
+        for group, tensors in named.items():
+            for name, tensor in tensors.items():
+                self.tensors[group][name].copy_(tensor.detach(), non_blocking=True)
+        self._copied = []
+        for device in {device for *_, device in layout if device.type == "cuda"}:
+            with torch.cuda.device(device):
+                self._copied.append(event := torch.cuda.Event())
+                event.record()
+
+    def wait(self) -> None:
+        """Return when the copies are complete."""
+        for event in self._copied:
+            event.synchronize()
+
+
+def _allocated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of one piece of memory, those of the largest elements first, so that all are aligned."""
+    pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
+    memory = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8, pin_memory=pinned)
+    views, at = dict[str, Tensor](), 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        views[name] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        at += tensor.nbytes
+    return views
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One step boundary, out of reach of training: tensors on the CPU that nobody else writes to."""
+    """One step boundary, out of reach of training. state: JSON text. diary_bytes: of the diary up to this step."""
 
     step: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    state: Mapping[str, Any]
+    buffers: Buffers
+    state: str
     diary_bytes: int
 
 
@@ -53,34 +87,39 @@ class Checkpoint:
 
     path: Path
     step: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: Groups
     state: Mapping[str, Any]
 
 
-def capture(step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], diary_bytes: int) -> Snapshot:
-    """Copy `tensors`, and the random state, at a step boundary. Raises CheckpointError if a weight is not finite."""
-    copies = {group: {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors[group].items()} for group in TENSOR_GROUPS}
-    _check_finite(copies["trainable"])
-    return Snapshot(step, copies, {"format": FORMAT, "step": step, **state, "rng": rng_state()}, diary_bytes)
+def capture(step: int, tensors: Groups, state: Mapping[str, Any], diary_bytes: int, buffers: Buffers) -> Snapshot:
+    """Copy `tensors`, `state` and the random state at a step boundary. `buffers` may be filled again once it is written.
+
+    Raises TypeError or ValueError where JSON cannot hold `state`.
+    """
+    text = json.dumps({"format": FORMAT, "step": step, **state, "rng": rng_state()})
+    buffers.fill(tensors)
+    return Snapshot(step, buffers, text, diary_bytes)
 
 
 def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
-    """Put `snapshot` on disk as folder/step-XXXXXXXX. Raises OSError; then nothing of it is left behind."""
+    """Put `snapshot` on disk as folder/step-XXXXXXXX. Raises CheckpointError if a weight is not finite, OSError if the disk
+    fails; then nothing of it is left behind."""
     final = folder / f"{PREFIX}{snapshot.step:08d}"
-    staging, replaced = folder / f".staging-{final.name}", folder / f".replaced-{final.name}"
+    staging, replaced = folder / f"{STAGING}{final.name}", folder / f"{REPLACED}{final.name}"
+    snapshot.buffers.wait()
+    tensors = snapshot.buffers.tensors
+    _check_finite(tensors["trainable"])
+    disk.check_room(folder, sum(t.nbytes for named in tensors.values() for t in named.values()) + snapshot.diary_bytes)
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         for group in TENSOR_GROUPS:
-            save_file(dict(snapshot.tensors[group]), staging / f"{group}.safetensors")
-        (staging / STATE).write_text(json.dumps(snapshot.state))
-        with diary.open("rb") as source:
-            (staging / DIARY_FILE).write_bytes(source.read(snapshot.diary_bytes))
-        names = sorted(path.name for path in staging.iterdir())
-        for name in names:
-            sync_to_disk(staging / name)
-        manifest = [{"name": name, "size": (staging / name).stat().st_size, "sha256": _sha256(staging / name)} for name in names]
-        (staging / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": manifest}, indent=1))
+            save_file(tensors[group], staging / f"{group}.safetensors")
+        (staging / STATE).write_text(snapshot.state)
+        _copy_start(diary, staging / DIARY_FILE, snapshot.diary_bytes)
+        for path in staging.iterdir():
+            sync_to_disk(path)
+        manifest.write(staging)
         sync_to_disk(staging / MANIFEST)
         sync_to_disk(staging)
         if final.exists():  # an older one of the same step, which a resume found unusable or went behind
@@ -99,98 +138,29 @@ def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
     return final
 
 
-def listed(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
-    return sorted(folder.glob(f"{PREFIX}[0-9]*"), reverse=True) if folder.exists() else []
-
-
-def prune(newest: Path, keep: int) -> None:
-    """Keep `newest`, just written, and the `keep` - 1 before it; remove what is older.
-
-    One with a later step is neither counted nor removed: it could not be read when the run went back behind it, and
-    must not push out the good ones.
-    """
-    for path in [path for path in listed(newest.parent) if path.name <= newest.name][keep:]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def clear_staging(folder: Path) -> None:
-    """Remove what a write that was cut off left behind."""
-    for path in folder.glob(".replaced-*"):  # cut off between the two renames: the older one is whole
-        if not (final := folder / path.name.removeprefix(".replaced-")).exists():
-            os.replace(path, final)
-    for path in (*folder.glob(".staging-*"), *folder.glob(".replaced-*")):
-        shutil.rmtree(path, ignore_errors=True)
+def _copy_start(source: Path, target: Path, num_bytes: int) -> None:
+    """The first `num_bytes` of `source`, which may be growing."""
+    with source.open("rb") as read_from, target.open("wb") as write_to:
+        while num_bytes and (data := read_from.read(min(num_bytes, COPY_BYTES))):
+            write_to.write(data)
+            num_bytes -= len(data)
 
 
 def read(path: Path) -> Checkpoint:
     """The checkpoint at `path`, every file checked against the manifest. Raises CheckpointError with the reason."""
-    name = MANIFEST
+    state, tensors, name = manifest.check(path), dict[str, dict[str, Tensor]](), ""
     try:
-        manifest = json.loads((path / name).read_text())
-        sizes = {str(entry["name"]): (int(entry["size"]), str(entry["sha256"])) for entry in manifest["files"]}
-        wanted = {STATE, DIARY_FILE, *(f"{group}.safetensors" for group in TENSOR_GROUPS)}
-        if manifest["format"] != FORMAT or set(sizes) != wanted:
-            raise CheckpointError(f"{MANIFEST} is of format {manifest['format']!r} and lists {sorted(sizes)}")
-        for name, (size, sha256) in sizes.items():
-            found = (path / name).stat().st_size
-            if found != size:
-                raise CheckpointError(f"{name} has {found} bytes, not the {size} of the manifest")
-            if _sha256(path / name) != sha256:
-                raise CheckpointError(f"{name} has another sha256 than the manifest")
-        name = STATE
-        state = json.loads((path / name).read_text())
-        step, tensors = int(state["step"]), dict[str, dict[str, Tensor]]()
         for group in TENSOR_GROUPS:
             name = f"{group}.safetensors"
-            tensors[group] = load_file(path / name)
-        _check_finite(tensors["trainable"])
-        return Checkpoint(path, step, tensors, state)
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
+            # pread: memory of our own; a mapped file kills the process if a mounted folder drops out under it
+            tensors[group] = load_file(path / name, backend="pread")
+    except (*manifest.BROKEN, SafetensorError) as error:
         raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from None
+    _check_finite(tensors["trainable"])
+    return Checkpoint(path, int(state["step"]), tensors, state)
 
 
 def _check_finite(trainable: Mapping[str, Tensor]) -> None:
     for name, tensor in trainable.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{name} is not finite")
-
-
-def rng_state() -> dict[str, Any]:
-    """The state of the global random generators (python, numpy if loaded, torch, CUDA if in use) as JSON."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(words), gauss], "torch": _encode(torch.get_rng_state())}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = [_encode(device_state) for device_state in torch.cuda.get_rng_state_all()]
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the global generators where rng_state() found them; what was not in use then is left alone."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(_decode(state["torch"]))
-    if "numpy" in state:
-        import numpy
-
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
-    if "cuda" in state and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all([_decode(device_state) for device_state in state["cuda"]])
-
-
-def _encode(tensor: Tensor) -> str:
-    return base64.b64encode(bytes(tensor.tolist())).decode()
-
-
-def _decode(text: str) -> Tensor:
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -105,8 +105,9 @@ class Controls:
         with self._changing():
             self._ended = True
 
-    def passed(self, before_pause: Callable[[], object], save: Callable[[], object], after_pause: Callable[[], object]) -> bool:
-        """The gate: hold while paused or borrowed from, save when asked to; False when the run is to stop."""
+    def passed(self, before_pause: Callable[[], object], save: Callable[[], bool], after_pause: Callable[[], object]) -> bool:
+        """The gate: hold while paused or borrowed from, save when asked to; False when the run is to stop. save() is False
+        where it is to be asked again later."""
         paused = False
         while True:
             self._answer(save)
@@ -125,10 +126,9 @@ class Controls:
             after_pause()
         return True
 
-    def _answer(self, save: Callable[[], object]) -> None:
+    def _answer(self, save: Callable[[], bool]) -> None:
         asked = self._saves_asked
-        if asked > self._saves_answered:
-            save()
+        if asked > self._saves_answered and save():
             with self._changing():
                 self._saves_answered = asked
 

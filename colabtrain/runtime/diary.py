@@ -29,7 +29,7 @@ class Diary:
         self.folder, self.path, self._clock = folder, folder / DIARY_FILE, clock
         self._lock = threading.Lock()
         self._unwritten: list[tuple[Path, str]] = []
-        self._refused = False
+        self._refused: OSError | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for path in (self.path, folder / LOG_FILE):
             _end_torn_line(path)
@@ -49,20 +49,24 @@ class Diary:
         self.write("log", text)
 
     def size(self) -> int:
-        """Bytes of diary.jsonl: what a checkpoint made now takes along."""
-        return self.path.stat().st_size if self.path.exists() else 0
+        """Bytes of diary.jsonl: what a checkpoint made now takes along. Raises OSError while the disk refuses lines of it."""
+        with self._lock:
+            self._flush()
+            if self._refused is not None:
+                raise self._refused
+            return self.path.stat().st_size if self.path.exists() else 0
 
     def _flush(self) -> None:
         while self._unwritten:
             path, line = self._unwritten[0]
             try:
-                if self._refused:
+                if self._refused is not None:
                     _end_torn_line(path)  # the disk may have taken part of the line
                 with path.open("ab") as file:
                     file.write(line.encode(errors="backslashreplace") + b"\n")
-                self._refused = False
-            except OSError:
-                self._refused = True
+                self._refused = None
+            except OSError as error:
+                self._refused = error.with_traceback(None)
                 del self._unwritten[: max(0, len(self._unwritten) - MAX_UNWRITTEN)]
                 return
             del self._unwritten[0]

@@ -22,8 +22,9 @@ from colabtrain.task import Describes, Diagnoses, Ends, Evaluates, Says, Task
 class Gate(Protocol):
     """What the loop asks at each step boundary, and tells on the way."""
 
-    def passed(self, step: int, save: Callable[[], object]) -> bool:
-        """Wait while the run is held up; False when it is to stop. save() makes a checkpoint."""
+    def passed(self, step: int, save: Callable[[], bool], save_now: Callable[[], object]) -> bool:
+        """Wait while the run is held up; False when it is to stop. save() begins a checkpoint, or says that it cannot
+        yet; save_now() returns when it is made."""
         ...
 
     def reached(self, step: int, num_steps: int) -> None:
@@ -36,13 +37,14 @@ def train(task: Task, diary: Diary, keeper: Keeper, config: RunConfig, gate: Gat
     started = time.monotonic()
     if isinstance(task, Says):
         task.say = diary.log
+    keeper.find(resume)
     task.prepare()
     check(task)
     if isinstance(task, Describes):
         for line in task.describe():
             diary.log(line)
     recorder = Recorder(diary, config.log_every, task.num_steps)
-    step = keeper.restore(recorder, resume)
+    step = keeper.restore(recorder)
     gate.reached(step, task.num_steps)
     if step >= task.num_steps:
         diary.log(f"nothing to train: step {step:,} is reached and the run has {task.num_steps:,}; ask for more steps or epochs to go on")
@@ -75,13 +77,15 @@ def steps(task: Task, keeper: Keeper, recorder: Recorder, config: RunConfig, gat
     """Train from `step` on; the step reached at the end or at a stop."""
     retry = Retry(task, recorder)
     try:
-        while step < task.num_steps and gate.passed(step, functools.partial(keeper.save, step, recorder)):
+        while step < task.num_steps and gate.passed(
+            step, functools.partial(keeper.save, step, recorder), functools.partial(keeper.save_now, step, recorder)
+        ):
             started = time.perf_counter()
             report = retry.step(step)
             step += 1
             gate.reached(step, task.num_steps)
             recorder.add(step, report, time.perf_counter() - started)
-            if keeper.due(step):
+            if keeper.pace.due(step):
                 keeper.save(step, recorder)
             if config.eval_every and step % config.eval_every == 0 and step < task.num_steps:
                 evaluate(task, recorder.diary, recorder, step)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 
-from colabtrain.runtime.keeper import differences
 from colabtrain.runtime.lock import AlreadyRunning
+from colabtrain.runtime.resume import differences
 from colabtrain.runtime.run import ENDED, Run
 from colabtrain.runtime.worker import jobs, lending
 
@@ -65,7 +65,7 @@ def _same_folder(other: Run, run: Run) -> bool:
 def _learned(other: Run, run: Run) -> str:
     """Where the two learn something else. Of Tasks that cannot say, the checkpoint's fingerprint tells it later."""
     if other.identity and run.identity:
-        return differences(dict(other.identity()), dict(run.identity()), "the live run has")
+        return differences(dict(other.identity()), dict(run.identity()), "the live run has", run.config.allow_mismatch)
     return "" if other.identity is run.identity else "one has a Task of its own, the other has not"
 
 

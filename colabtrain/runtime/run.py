@@ -20,12 +20,14 @@ import torch
 
 from colabtrain import device
 from colabtrain.config import RunConfig
-from colabtrain.runtime import checkpoint, loop
+from colabtrain.runtime import disk, loop
 from colabtrain.runtime.controls import FILES, Controls, check_timeout, check_wait
 from colabtrain.runtime.diary import Diary, Tail, history
-from colabtrain.runtime.keeper import Hook, Keeper, adopt_diary, refuse
+from colabtrain.runtime.keeper import Hook, Keeper
 from colabtrain.runtime.lock import FolderLock
+from colabtrain.runtime.resume import adopt_diary, refuse
 from colabtrain.runtime.retry import NeedsRestart
+from colabtrain.runtime.rng import rng_state, set_rng_state
 from colabtrain.runtime.worker import Worker, jobs, lending
 from colabtrain.task import Borrows, Task
 
@@ -90,7 +92,7 @@ class Run:
     def check(self) -> None:
         """Raise ValueError where it is seen beforehand that the folder cannot be used, or holds another experiment."""
         self._lock.check()
-        refuse(self.folder / "checkpoints", self.resumes, self.identity)
+        refuse(self.folder / "checkpoints", self.resumes, self.identity, self.config.allow_mismatch)
 
     def launch(self) -> None:
         """Lock the folder and start the thread. Raises AlreadyRunning if another process trains in the folder."""
@@ -103,7 +105,8 @@ class Run:
             for name in FILES:
                 if self._controls.take_file(name):
                     self.diary.log(f"removed a file {name} left from before")
-            checkpoint.clear_staging(self.folder / "checkpoints")
+            if warning := disk.mount_warning(self.folder):
+                self.diary.log(warning)
             assert self._task is not None
             self._keeper = Keeper(self._task, self.diary, self.folder, self.config, self._on_checkpoint)
             atexit.register(self._at_exit)
@@ -151,8 +154,8 @@ class Run:
         return self.state
 
     def held_up_by_me(self) -> bool:
-        """Whether this very thread is the worker, or has borrowed from it, and so must not wait for it."""
-        return threading.current_thread() is self.thread or self._controls.parked_by_me()
+        """Whether this very thread is the worker or its writer, or has borrowed from it, and so must not wait for it."""
+        return threading.current_thread() is self.thread or self._keeper.is_me() or self._controls.parked_by_me()
 
     def _await_end(self, timeout: float | None) -> bool:
         """False if the run has not ended in time. A thread that holds up the run itself does not wait for it."""
@@ -172,6 +175,7 @@ class Run:
         number = self._controls.ask_to_save()
         if wait and not self.held_up_by_me():
             self._controls.await_save(number)
+            self._keeper.drain()
         return self.saved_step
 
     @contextlib.contextmanager
@@ -181,8 +185,8 @@ class Run:
         Waits for the end of the step in progress; training waits for the end of the context and goes on as if nothing
         had been: modes and random state are put back. Raises RuntimeError where there is no model to lend.
         """
-        if threading.current_thread() is self.thread:
-            raise RuntimeError("borrow() is for other threads; a step already has the model to itself")
+        if threading.current_thread() is self.thread or self._keeper.is_me():
+            raise RuntimeError("borrow() is for other threads; a step already has the model to itself, and a hook must not wait for one")
         with self._controls.parked():
             started, task = time.monotonic(), self._task
             if task is None:
@@ -193,7 +197,7 @@ class Run:
                 raise RuntimeError(f"{type(task).__name__} has no borrow(); give it one, such as: return inference(self.model)")
             outermost = self not in lending
             lending.add(self)
-            random_state = None if self._state in ENDED else checkpoint.rng_state()  # nobody's numbers hang on it any more
+            random_state = None if self._state in ENDED else rng_state()  # nobody's numbers hang on it any more
             try:
                 with torch.no_grad(), task.borrow() as model:
                     yield model
@@ -201,7 +205,7 @@ class Run:
                 if outermost:
                     lending.discard(self)
                 if random_state is not None:
-                    checkpoint.set_rng_state(random_state)
+                    set_rng_state(random_state)
                 if (seconds := time.monotonic() - started) > LONG_BORROW_SECONDS and self._state not in ENDED:
                     self.diary.log(f"training stood still for {seconds:.0f} s while the model was borrowed")
 
@@ -242,7 +246,10 @@ class Run:
                 self.identity()  # now, for later: it must not be asked for the first time after a reload of modules
             with torch.enable_grad():  # grad mode is per thread; whatever the calling cell had does not hold here
                 self.diary.write("run_started", f"run {self.folder} started", pid=os.getpid(), torch=torch.__version__)
-                done = loop.train(self._task, self.diary, self._keeper, self.config, self, self.resumes)
+                try:
+                    done = loop.train(self._task, self.diary, self._keeper, self.config, self, self.resumes)
+                finally:
+                    self._keeper.close()
             self._end("finished" if done else "stopped")
         except BaseException as error:
             # Only the text is kept: the exception would keep every tensor of the failed step alive.
@@ -261,12 +268,7 @@ class Run:
             self._done.set()
 
     def _fail(self, error: str, message: str) -> None:
-        if self.saved_step:
-            saved, then = f"the newest checkpoint is of step {self.saved_step:,}", "goes on from there"
-        elif found := checkpoint.listed(self._keeper.folder):
-            saved, then = f"the newest checkpoint, {found[0].name}, was not loaded", "tries again"
-        else:
-            saved, then = "there is no checkpoint", "starts anew"
+        saved, then = self._keeper.outlook()
         again = f"restart the runtime, then the same start() {then}" if self.needs_restart else f"the same start() {then}"
         fields = {"error": error, "message": message, "traceback": self.exception_text, "saved_step": self.saved_step}
         self._end("failed", f": {self.error_line}; {saved}; {again}", needs_restart=self.needs_restart, **fields)
@@ -282,11 +284,11 @@ class Run:
         if self._state == "starting":
             self._state = "running"
 
-    def passed(self, step: int, save: Callable[[], object]) -> bool:
+    def passed(self, step: int, save: Callable[[], bool], save_now: Callable[[], object]) -> bool:
         """Hold while paused or borrowed from, save when asked to; False when the run is to stop."""
 
         def paused() -> None:
-            save()
+            save_now()
             self._state = "paused"
             self.diary.write("paused", f"paused at step {step:,}", step=step)
 

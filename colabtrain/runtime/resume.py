@@ -1,0 +1,168 @@
+"""Where a run goes on from. It never starts from scratch in silence while there is a checkpoint: one that cannot be used is
+named with the reason, and one of another experiment is refused with the differences.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from colabtrain.config import RunConfig
+from colabtrain.device import machine
+from colabtrain.runtime import checkpoint, manifest
+from colabtrain.runtime.checkpoint import Checkpoint
+from colabtrain.runtime.diary import DIARY_FILE, Diary
+from colabtrain.runtime.manifest import CheckpointError, listed
+from colabtrain.runtime.recorder import Recorder
+from colabtrain.runtime.rng import set_rng_state
+from colabtrain.task import Grows, Task
+
+SHOWN = 6  # differences in an error
+
+
+def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]] | None = None, allowed: Collection[str] = ()) -> None:
+    """Raise ValueError where a resume from the checkpoints in `folder` will be refused, as far as that is known before the
+    task is prepared: with resume=False where there is any, else where identity() differs from what the newest says of it,
+    but for what is `allowed`."""
+    run = folder.parent
+    is_one, has_some = ((path / manifest.MANIFEST).exists() for path in (run, next(iter(listed(run)), run)))
+    if is_one or has_some:  # the diary of a new run would spoil the checkpoint
+        owner = run.parent.parent if is_one else run.parent
+        raise ValueError(f"run_dir: {run} is part of the run in {owner}; give that folder to go on, or another one")
+    paths = listed(folder)
+    if not resume and paths:
+        raise ValueError(f"resume=False, but {folder} has checkpoints; give an empty run folder, or leave resume out")
+    if not paths or identity is None:
+        return
+    try:
+        saved: dict[str, Any] = dict(json.loads((paths[0] / manifest.STATE).read_text())["fingerprint"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # restore() says what is wrong with it, and takes an older one
+    mine = _through_json(identity())
+    known = saved.keys() & mine.keys()
+    if different := _differing({k: saved[k] for k in saved if k in known}, {k: mine[k] for k in mine if k in known}, allowed):
+        raise _another_experiment(paths[0], saved, mine, different)
+
+
+def find(folder: Path, diary: Diary) -> list[Path]:
+    """The checkpoints to try, newest first, the first one whole; says what is found, and what is not whole and why.
+
+    Before anything is loaded, so that a person need not wait to hear it. Raises ValueError when none is whole.
+    """
+    paths = listed(folder)
+    if not paths:
+        # The event has the name of a resume so that readers drop what an earlier, never saved attempt left in the diary.
+        diary.write("resumed", f"fresh start: no checkpoint in {folder}", step=0)
+    for number, path in enumerate(paths):
+        try:
+            step = int(manifest.check(path)["step"])
+        except CheckpointError as error:
+            _reject(diary, path, error)
+        else:
+            diary.log(f"going on from step {step:,} of checkpoint {path}, once all is loaded")
+            return paths[number:]
+    if paths:
+        raise _none_can_be_used(folder)
+    return []
+
+
+def restore(task: Task, paths: Sequence[Path], diary: Diary, recorder: Recorder, config: RunConfig) -> int:
+    """Put the prepared `task` where the first of `paths` that can be used left it; returns its step, 0 if there are none.
+
+    Raises ValueError when that one is of another experiment, or when none can be used.
+    """
+    for path in paths:
+        try:
+            found = checkpoint.read(path)
+            _check(task, found, diary, config.allow_mismatch)
+            _take(task, found, diary, recorder)
+            return found.step
+        except (CheckpointError, LookupError) as error:
+            _reject(diary, path, error)
+    if paths:
+        raise _none_can_be_used(paths[0].parent)
+    _check_known(config.allow_mismatch, task.fingerprint())
+    return 0
+
+
+def _reject(diary: Diary, path: Path, error: Exception) -> None:
+    text = f"checkpoint {path.name} cannot be used: {error}"
+    diary.write("checkpoint_rejected", text, name=path.name, reason=str(error))
+
+
+def _none_can_be_used(folder: Path) -> ValueError:
+    return ValueError(f"no checkpoint in {folder} can be used (see the log); move the folder away to start anew")
+
+
+def _check(task: Task, found: Checkpoint, diary: Diary, allowed: Collection[str]) -> None:
+    mine, saved = _through_json(task.fingerprint()), dict(found.state["fingerprint"])
+    if isinstance(task, Grows):
+        saved = {**_through_json(task.before_it_was_recorded()), **saved}
+    _check_known(allowed, {**saved, **mine})
+    if different := _differing(saved, mine, allowed):
+        raise _another_experiment(found.path, saved, mine, different)
+    if accepted := differences(saved, mine):
+        diary.log(f"going on although the checkpoint differs, as allow_mismatch says: {accepted}")
+
+
+def _check_known(allowed: Collection[str], fingerprint: Mapping[str, Any]) -> None:
+    for name in allowed:
+        if not any(_names(name, key) for key in fingerprint):
+            near = difflib.get_close_matches(name, fingerprint, n=1)
+            known = f"did you mean {near[0]}?" if near else "known: " + ", ".join(fingerprint)
+            raise ValueError(f"allow_mismatch={name!r} names nothing that could differ; {known}")
+
+
+def _names(name: str, key: str) -> bool:
+    """`batch_size` names config.batch_size, too."""
+    return key == name or key.endswith(f".{name}")
+
+
+def _take(task: Task, found: Checkpoint, diary: Diary, recorder: Recorder) -> None:
+    totals, rng = dict(found.state["totals"]), found.state["rng"]
+    try:
+        task.load(found.tensors, found.state["task"])
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    set_rng_state(rng)
+    recorder.totals |= totals
+    diary.write("resumed", f"resumed from step {found.step:,} of checkpoint {found.path}", step=found.step)
+    if (before := found.state["num_steps"]) != recorder.num_steps:
+        diary.log(f"the run has {recorder.num_steps:,} steps now, {before:,} before: learning rates follow the new number")
+    if changes := differences(found.state["machine"], machine()):
+        diary.log(f"another machine than the checkpoint's ({changes}): numbers may differ in their last bits from here on")
+
+
+def _through_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """What it is when it is read again: tuples are lists there."""
+    return json.loads(json.dumps(fingerprint))
+
+
+def _another_experiment(path: Path, saved: Mapping[str, Any], mine: Mapping[str, Any], different: Sequence[str]) -> ValueError:
+    shown = differences({name: saved.get(name) for name in different}, {name: mine.get(name) for name in different})
+    return ValueError(
+        f"checkpoint {path} belongs to another experiment ({shown}); use the same data and settings, give another run folder, or go on "
+        f"all the same with allow_mismatch={list(different)}"
+    )
+
+
+def _differing(saved: Mapping[str, Any], mine: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
+    names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
+    return [name for name in names if not any(_names(other, name) for other in allowed)]
+
+
+def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], whose: str = "checkpoint", allowed: Collection[str] = ()) -> str:
+    """Where two flat mappings differ, for people, but for what is `allowed`; empty if they are equal."""
+    names = _differing(saved, mine, allowed)
+    shown = [f"{name}: {whose} {saved.get(name)!r}, now {mine.get(name)!r}" for name in names[:SHOWN]]
+    return "; ".join(shown + [f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN))
+
+
+def adopt_diary(folder: Path) -> None:
+    """Where the run folder has checkpoints but no diary (it came from elsewhere), take the newest one's."""
+    newest = listed(folder / "checkpoints")[:1]
+    if newest and not (folder / DIARY_FILE).exists() and (newest[0] / DIARY_FILE).exists():
+        (folder / DIARY_FILE).write_bytes((newest[0] / DIARY_FILE).read_bytes())
