@@ -107,6 +107,8 @@ def phase(folder: Path, lived: list[dict[str, Any]]) -> str:
         return STARTING
     if any(name.startswith(".replaced-") for name in names):
         return REPLACED
+    if any(name.startswith(".removed-") for name in names):
+        return PRUNING
     if staging:
         return MANIFEST if (staging[0] / "manifest.json").exists() else STAGING
     if not all(map(is_whole, steps)):
