@@ -54,7 +54,8 @@ def start(
     task: a Task of your own instead of jev and data. run_dir: folder of this run, default runs/<model>-<data>; a
     checkpoint in it is resumed from (resume=False wants none). display: show the live view in a notebook.
     init: an adapter to start from; a checkpoint overrides it. exclude(record): records to leave out.
-    on_checkpoint(path, step) is called after each save. options: any field of TrainConfig or RunConfig.
+    on_checkpoint(path, step) is called when a checkpoint is on the disk, on a thread beside the training: it may read the
+    files, not the model. options: any field of TrainConfig or RunConfig.
 
     A second start() of the same thing while it runs returns the live run, as it is. Raises AlreadyRunning if a live run
     has the folder or the model with other settings (replace=True stops that one first); ValueError, before anything is

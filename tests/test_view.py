@@ -243,3 +243,17 @@ def test_retries_records_set_aside_and_skipped_steps_are_counted():
     assert "2 retried for memory · 1 set aside · 1 skipped" in words(made["head"])
     assert made["log"].count("ct-err") == 1, "a record that is left out is red, a retry is not"
     assert "retried" not in words(pieces([step(1)])["head"])
+
+
+def test_a_checkpoint_that_failed_is_shown_until_one_succeeds():
+    failed = {
+        "event": "checkpoint_failed",
+        "time": 0.0,
+        "step": 5,
+        "text": "checkpoint of step 5 failed: the disk is full; training goes on",
+    }
+    events = [step(5), failed, step(6), *({"event": "log", "time": 0.0, "text": f"line {i}"} for i in range(500))]
+    assert "the disk is full" not in pieces(events)["log"], "other lines have pushed it out"
+    assert 'ct-error">checkpoint of step 5 failed: the disk is full' in pieces(events)["head"]
+    for cured in ({"event": "checkpoint_saved", "step": 9}, {"event": "run_started"}):
+        assert "the disk is full" not in pieces([*events, cured])["head"]

@@ -62,6 +62,7 @@ class View:
         self.failure: Event = {}
         self.saved_step: int | None = None
         self.preparing = ""  # the newest line of a run that has not begun to step
+        self.not_saved = ""  # why the newest checkpoint failed, until one succeeds
         self.counts: Counter[str] = Counter()
         self.seconds_per_step: float | None = None
         self.lines: deque[tuple[str, str, bool]] = deque(maxlen=MAX_LINES)  # time of day, text, is it bad
@@ -73,7 +74,7 @@ class View:
             if kind == "step":
                 self._step(event)
             elif kind == "run_started":  # an earlier process may have failed, on another machine
-                self.failure, self.seconds_per_step, self.preparing = {}, None, ""
+                self.failure, self.seconds_per_step, self.preparing, self.not_saved = {}, None, "", ""
             elif kind == "resumed":
                 self._go_back(_whole(event.get("step")) or 0)
             elif kind == "evaluation":
@@ -83,7 +84,9 @@ class View:
             elif kind == "log":
                 self.preparing = next(iter(plain_lines(str(event.get("text") or ""))), "")
             elif kind == "checkpoint_saved":
-                self.saved_step = _whole(event.get("step"))
+                self.saved_step, self.not_saved = _whole(event.get("step")), ""
+            elif kind == "checkpoint_failed":
+                self.not_saved = " ".join(plain_lines(str(event.get("text") or "")))
             self.counts[str(kind)] += 1
             self._log(event)
 
@@ -162,6 +165,8 @@ class View:
             message = ": ".join(str(self.failure[key]) for key in ("error", "message") if self.failure.get(key))
             reason = " ".join(plain_lines(message)) or "no reason was recorded"
             notes.append(_note(f"{reason} (at step {status.step:,}; the traceback is in {status.folder}/train.log)", "ct-error"))
+        if self.not_saved:
+            notes.append(_note(self.not_saved, "ct-error"))
         quiet = status.now - (_number(self.last.get("time")) or status.now)
         if status.state == "running" and quiet > max(QUIET_SECONDS, QUIET_STEPS * (self.seconds_per_step or 0.0)):
             notes.append(_note(f"No step for {duration(quiet)}."))

@@ -58,7 +58,7 @@ class Run:
     ) -> None:
         """owned: what the task trains; two live runs of one model would destroy each other. identity: what is learned
         (JSON), to tell whether another start() asks for the same; None: nobody knows before prepare().
-        on_checkpoint(path, step): called after each save."""
+        on_checkpoint(path, step): called after each save, beside the training."""
         self.folder = Path(folder).absolute()  # a cell may change the working directory
         self.step, self.num_steps = 0, 0
         self.exception_text: str | None = None  # the traceback
@@ -137,7 +137,8 @@ class Run:
         check_timeout("stop", timeout)
         self._controls.stop()
         if wait and not self._await_end(timeout) and timeout is not None:
-            self.diary.log(f"step {self.step + 1:,} has not ended {timeout:g} s after stop(); the run stops when it does")
+            late = "a checkpoint is still being written" if self._keeper.busy else f"step {self.step + 1:,} has not ended"
+            self.diary.log(f"{late} {timeout:g} s after stop(); the run stops when that is done")
         return self.state
 
     def wait(self, timeout: float | None = None) -> State:

@@ -1,0 +1,429 @@
+"""Saving beside the training: what waits for what, when it is due, and what a resume accepts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Halt, all_written, events
+from test_checkpoint import rehash
+from toy_task import LentTask, ToyTask
+
+import colabtrain
+from colabtrain.config import RunConfig, TrainConfig
+from colabtrain.elastic.task import ElasticTask
+from colabtrain.mmjev.demo_data import help_desk
+from colabtrain.mmjev.model import MMJev
+from colabtrain.records.selection import select
+from colabtrain.runtime import checkpoint, disk, keeper, manifest
+from colabtrain.runtime.diary import Diary
+from colabtrain.runtime.pace import MAX_BLOCKED_SHARE, WINDOW_SECONDS, Pace
+from colabtrain.runtime.recorder import Recorder
+from colabtrain.runtime.run import Run, RunFailed
+
+pytestmark = pytest.mark.colab
+
+SECONDS = 30.0
+
+
+def start(task: ToyTask, folder: Path, **options: Any) -> Run:
+    return colabtrain.start(task=task, run_dir=folder, display=False, **options)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [event["step"] for event in events(folder, "checkpoint_saved")]
+
+
+class SlowDisk:
+    """Holds the first write of a checkpoint until let go. `writes`: the steps that were begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int = 0) -> None:
+        self.begun, self.go, self.writes, self._at = threading.Event(), threading.Event(), list[int](), at
+        self._real = checkpoint.write
+        monkeypatch.setattr(checkpoint, "write", self._write)
+
+    def _write(self, folder: Path, snapshot: checkpoint.Snapshot, diary: Path) -> Path:
+        self.writes.append(snapshot.step)
+        if len(self.writes) == self._at + 1:
+            self.begun.set()
+            assert self.go.wait(SECONDS)
+        return self._real(folder, snapshot, diary)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    made = SlowDisk(monkeypatch)
+    yield made
+    made.go.set()
+
+
+# Beside the training
+
+
+def test_a_save_that_is_due_waits_for_the_one_before_and_the_newest_step_wins(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    halt = Halt(11)
+    run = start(ToyTask(20, halt), tmp_path, checkpoint_every=3)
+    assert halt.reached.wait(SECONDS), "training goes on while a checkpoint is written"
+    assert slow_disk.writes == [3] and run.saved_step == 0
+    slow_disk.go.set()
+    all_written()
+    assert run.saved_step == 3
+    halt.go.set()
+    assert run.wait(SECONDS) == "finished"
+    assert slow_disk.writes[:2] == [3, 12] and slow_disk.writes[-1] == 20, "6 and 9 came due in vain, and 12 is newer"
+
+
+def test_pause_and_stop_return_when_the_step_is_on_the_disk(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    halt = Halt(5)
+    run = start(ToyTask(50, halt), tmp_path, checkpoint_every=3)
+    assert halt.reached.wait(SECONDS) and slow_disk.begun.is_set()
+    run.pause()
+    halt.go.set()
+    assert run.state == "running" and saved_steps(tmp_path) == []
+    slow_disk.go.set()
+    while run.state != "paused":
+        threading.Event().wait(0.01)
+    assert saved_steps(tmp_path) == [3, 6] == [*slow_disk.writes] and run.saved_step == 6
+    assert run.stop() == "stopped" and saved_steps(tmp_path) == [3, 6], "the step is saved already"
+
+
+def test_a_stop_that_waits_for_the_disk_says_so(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    run = start(ToyTask(10**6), tmp_path, checkpoint_every=3)
+    assert slow_disk.begun.wait(SECONDS)
+    assert run.stop(timeout=0.01) == "stopping"
+    assert any(event["text"].startswith("a checkpoint is still being written 0.01 s after stop()") for event in events(tmp_path, "log"))
+    slow_disk.go.set()
+    assert run.wait(SECONDS) == "stopped" and run.saved_step == run.step
+
+
+def test_a_checkpoint_on_demand_is_of_now_though_one_is_being_written(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    halt = Halt(5)
+    run = start(ToyTask(10**6, halt), tmp_path, checkpoint_every=3)
+    assert halt.reached.wait(SECONDS)
+    answers: list[int] = []
+    asking = threading.Thread(target=lambda: answers.append(run.checkpoint(wait=True)))
+    asking.start()
+    halt.go.set()
+    while run.step < 8:
+        threading.Event().wait(0.001)
+    assert asking.is_alive() and slow_disk.writes == [3]
+    slow_disk.go.set()
+    asking.join(SECONDS)
+    assert len(answers) == 1 and answers[0] >= 8
+    assert run.stop() == "stopped"
+
+
+def test_a_checkpoint_on_demand_is_made_while_the_run_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = iter([True])
+
+    def check_room(folder: Path, num_bytes: int) -> None:
+        if next(fails, False):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "check_room", check_room)
+    halt = Halt(2)
+    run = start(ToyTask(9, halt), tmp_path)
+    assert halt.reached.wait(SECONDS)
+    run.pause()
+    halt.go.set()
+    while run.state != "paused":
+        threading.Event().wait(0.01)
+    assert run.saved_step == 0 and len(events(tmp_path, "checkpoint_failed")) == 1
+    assert run.checkpoint(wait=True) == 3
+    assert run.stop() == "stopped"
+
+
+# The hook
+
+
+def test_a_hook_runs_beside_the_training_and_may_use_the_controls(tmp_path: Path) -> None:
+    said: list[Any] = []
+    runs: list[Run] = []
+    known = threading.Event()
+
+    def hook(path: Path, step: int) -> None:
+        assert known.wait(SECONDS)
+        said.append((threading.current_thread().name, sorted(file.name for file in path.iterdir())))
+        if step == 2:
+            said.extend([runs[0].checkpoint(wait=True), runs[0].wait(), runs[0].stop()])  # none may wait for itself
+            with pytest.raises(RuntimeError, match="a hook must not wait"), runs[0].borrow():
+                pass
+
+    runs.append(colabtrain.start(task=LentTask(10**6), run_dir=tmp_path, display=False, checkpoint_every=2, on_checkpoint=hook))
+    known.set()
+    assert runs[0].wait(SECONDS) == "stopped" and not events(tmp_path, "hook_failed")
+    names = sorted([*manifest.TENSOR_FILES, "diary.jsonl", "manifest.json", "state.json"])
+    assert said[0] == (keeper.THREAD_NAME, names) and said[1:4] == [2, "running", "stopping"]
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1), KeyboardInterrupt()])
+def test_what_a_hook_raises_is_said_and_costs_nothing(error: BaseException, tmp_path: Path) -> None:
+    def hook(path: Path, step: int) -> None:
+        raise error
+
+    assert start(ToyTask(4, all_written), tmp_path, checkpoint_every=2, on_checkpoint=hook).wait(SECONDS) == "finished"
+    assert [event["step"] for event in events(tmp_path, "hook_failed")] == [2, 4] == saved_steps(tmp_path)
+    assert type(error).__name__ in events(tmp_path, "hook_failed")[0]["text"]
+
+
+def test_the_end_waits_for_the_hook(tmp_path: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def hook(path: Path, step: int) -> None:
+        begun.set()
+        assert go.wait(SECONDS)
+
+    run = start(ToyTask(2), tmp_path, on_checkpoint=hook)
+    assert begun.wait(SECONDS) and run.saved_step == 2
+    with pytest.raises(colabtrain.AlreadyRunning):
+        start(ToyTask(2), tmp_path)
+    assert run.state == "running"
+    go.set()
+    assert run.wait(SECONDS) == "finished"
+
+
+def test_a_checkpoint_that_is_held_is_not_removed(tmp_path: Path) -> None:
+    """As long as somebody reads its files: the hook, or what publishes it."""
+    task, diary = ToyTask(9), Diary(tmp_path)
+    task.prepare()
+    diary.log("begun")
+    kept = keeper.Keeper(task, diary, tmp_path, RunConfig(keep_local=1))
+    recorder = Recorder(diary, 50, 9)
+
+    def names() -> list[str]:
+        return [path.name for path in manifest.listed(tmp_path / "checkpoints")]
+
+    assert kept.save_now(1, recorder)
+    with kept.hold(tmp_path / "checkpoints/step-00000001"):
+        assert kept.save_now(2, recorder) and kept.save_now(3, recorder)
+        assert names() == ["step-00000003", "step-00000001"]
+    assert kept.save_now(4, recorder)
+    assert names() == ["step-00000004"]
+
+
+# What goes wrong on the writer's thread
+
+
+def test_an_error_that_nobody_thought_of_is_said_and_the_next_save_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, errors = checkpoint.write, iter([ZeroDivisionError("a bug")])
+
+    def write(*arguments: Any) -> Path:
+        for error in errors:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    assert start(ToyTask(4, all_written), tmp_path, checkpoint_every=2).wait(SECONDS) == "finished"
+    assert [event["step"] for event in events(tmp_path, "checkpoint_failed")] == [2] and saved_steps(tmp_path) == [4]
+    assert "a bug" in events(tmp_path, "checkpoint_failed")[0]["text"]
+
+
+def test_a_process_that_may_have_no_more_threads_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = threading.Thread.start, iter([True])
+
+    def start_thread(self: threading.Thread) -> None:
+        if self.name == keeper.THREAD_NAME and next(refused, False):
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    assert start(ToyTask(4, all_written), tmp_path, checkpoint_every=2).wait(SECONDS) == "finished"
+    assert [event["step"] for event in events(tmp_path, "checkpoint_failed")] == [2] and saved_steps(tmp_path) == [4]
+
+
+def test_a_weight_that_is_not_finite_never_becomes_the_newest_good_one(tmp_path: Path) -> None:
+    def before_step(i: int) -> None:
+        all_written()
+        if i == 3:
+            with torch.no_grad():
+                task.weight[1] = float("inf")
+
+    task = ToyTask(4, before_step)
+    run = start(task, tmp_path, checkpoint_every=2)
+    with pytest.raises(RunFailed, match="step 4 could not be saved; the newest checkpoint is of step 2"):
+        run.wait(SECONDS)
+    assert saved_steps(tmp_path) == [2] and "weight is not finite" in events(tmp_path, "checkpoint_failed")[0]["text"]
+
+
+def test_a_diary_that_the_disk_refuses_is_no_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps would be lost with the machine, and nobody would know."""
+    diary, real = Diary(tmp_path), Path.open
+    diary.log("one")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        diary.log("two")
+        with pytest.raises(OSError, match="No space left"):
+            diary.size()
+    assert Path.open is real and diary.size() == (tmp_path / "diary.jsonl").stat().st_size
+    assert [event["text"] for event in events(tmp_path)] == ["one", "two"]
+
+
+# When it is due
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def due_steps(
+    pace: Pace, clock: Clock, seconds_per_step: float, blocked: Callable[[int], float], steps: range
+) -> tuple[list[int], list[str]]:
+    """Which of `steps` were saved, each holding up the training for blocked(step) seconds, and what was said."""
+    taken, said = list[int](), list[str]()
+    for step in steps:
+        clock.now += seconds_per_step
+        if pace.due(step):
+            taken.append(step)
+            clock.now += blocked(step)
+            said += filter(None, [pace.taken(blocked(step))])
+    return taken, said
+
+
+def test_due_by_steps_and_by_time_the_first_one_early() -> None:
+    clock = Clock()
+    pace = Pace(RunConfig(), clock)
+    clock.now += 3600  # a model was loaded
+    pace.start()
+    taken, said = due_steps(pace, clock, 2.0, lambda step: 0.01, range(1, 1001))
+    assert taken == [30, 180, 200, 350, 400, 550, 600, 750, 800, 950, 1000] and said == []
+
+
+def test_the_interval_doubles_while_saving_holds_up_the_training_and_comes_back() -> None:
+    clock = Clock()
+    pace = Pace(RunConfig(checkpoint_every=10), clock)
+    pace.start()
+    taken, said = due_steps(pace, clock, 1.0, lambda step: 1.0 if step < 400 else 0.01, range(1, 1000))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(taken)]
+    assert gaps[:2] == [10, 10] and max(gaps) == 40 and gaps[-1] == 10
+    assert 1.0 / 41 < MAX_BLOCKED_SHARE < 1.0 / 21
+    assert [line.split(": ")[1].split(" from")[0] for line in said] == [
+        f"a checkpoint every {every} steps or {30 * every:,} s" for every in (20, 40, 20, 10)
+    ]
+
+
+def test_a_short_time_says_nothing_of_the_share() -> None:
+    clock = Clock()
+    pace = Pace(RunConfig(checkpoint_every=1), clock)
+    pace.start()
+    _, said = due_steps(pace, clock, 0.1, lambda step: 0.1, range(1, int(WINDOW_SECONDS / 0.2)))
+    assert said == []
+
+
+def test_one_that_cannot_be_taken_stays_due() -> None:
+    clock = Clock()
+    pace = Pace(RunConfig(checkpoint_every=10), clock)
+    assert [step for step in range(1, 12) if pace.due(step)] == [10]
+    pace.postpone()
+    assert pace.due(11) and pace.due(12)
+    pace.taken(0.0)
+    assert not pace.due(13)
+
+
+# What a resume says and accepts
+
+
+def test_what_is_found_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    class Loads(ToyTask):
+        def prepare(self) -> None:
+            loading.extend(event.get("text", "") for event in events(tmp_path))
+            super().prepare()
+
+    loading: list[str] = []
+    assert start(Loads(4, all_written), tmp_path, checkpoint_every=2).wait(SECONDS) == "finished"
+    assert loading[-1] == f"fresh start: no checkpoint in {tmp_path / 'checkpoints'}"
+    (tmp_path / "checkpoints/step-00000004/state.json").unlink()
+    assert start(Loads(4), tmp_path).wait(SECONDS) == "finished"
+    assert loading[-2].startswith("checkpoint step-00000004 cannot be used: state.json")
+    assert loading[-1] == f"going on from step 2 of checkpoint {tmp_path / 'checkpoints/step-00000002'}, once all is loaded"
+    loading.clear()
+    for path in manifest.listed(tmp_path / "checkpoints"):
+        (path / "manifest.json").unlink()
+    with pytest.raises(RunFailed, match=r"no checkpoint in .* can be used"):
+        start(Loads(4), tmp_path).wait(SECONDS)
+    assert loading == [], "nobody waits for a model to hear that"
+
+
+def jev_run(folder: Path, **options: Any) -> Run:
+    options = {"steps": 3, "batch_size": 2, "max_eval_records": 2, **options}
+    return colabtrain.start(MMJev.tiny(0), help_desk(24), run_dir=folder, display=False, **options)
+
+
+def test_a_mismatch_is_refused_with_the_line_that_accepts_it(tmp_path: Path) -> None:
+    assert jev_run(tmp_path).wait(SECONDS) == "finished"
+    with pytest.raises(ValueError, match=r"config\.batch_size: checkpoint 2, now 3.*allow_mismatch=\['config\.batch_size'\]$"):
+        jev_run(tmp_path, batch_size=3)
+    with pytest.raises(ValueError, match=r"\(config\.seed: checkpoint 0, now 1\).*allow_mismatch=\['config\.seed'\]$"):
+        jev_run(tmp_path, batch_size=3, seed=1, allow_mismatch=["config.batch_size"])
+    for accepted in (["config.batch_size"], ("batch_size",)):  # the second one from here on is no mismatch any more
+        run = jev_run(tmp_path, batch_size=3, steps=5, allow_mismatch=accepted)
+        assert run.wait(SECONDS) == "finished" and run.step == 5
+    (said,) = [event["text"] for event in events(tmp_path, "log") if "allow_mismatch" in event["text"]]
+    assert said == "going on although the checkpoint differs, as allow_mismatch says: config.batch_size: checkpoint 2, now 3"
+    assert jev_run(tmp_path, batch_size=3, steps=5).wait(SECONDS) == "finished"
+
+
+def test_what_cannot_be_accepted_is_refused_all_the_same(tmp_path: Path) -> None:
+    assert jev_run(tmp_path, lora_r=4).wait(SECONDS) == "finished"
+    with pytest.raises(RunFailed, match=r"no checkpoint in .* can be used"):
+        jev_run(tmp_path, lora_r=8, allow_mismatch=["lora_r", "trainable"]).wait(SECONDS)
+    assert "lora_A" in events(tmp_path, "checkpoint_rejected")[0]["reason"]
+    assert jev_run(tmp_path, lora_r=4, steps=4).wait(SECONDS) == "finished"
+
+
+@pytest.mark.parametrize(("fresh", "words"), [(True, "did you mean config.seed"), (False, "did you mean config.seed")])
+def test_a_name_that_names_nothing_is_refused(fresh: bool, words: str, tmp_path: Path) -> None:
+    if not fresh:
+        assert jev_run(tmp_path).wait(SECONDS) == "finished"
+    with pytest.raises(RunFailed, match=rf"allow_mismatch='config\.sed' names nothing that could differ; {words}"):
+        jev_run(tmp_path, allow_mismatch=["config.sed"]).wait(SECONDS)
+    assert len(events(tmp_path, "step")) == (0 if fresh else 3)
+
+
+def test_a_live_run_gives_way_to_one_that_accepts_the_difference(tmp_path: Path) -> None:
+    run = jev_run(tmp_path, steps=10**6)
+    with pytest.raises(colabtrain.AlreadyRunning, match="trains something else in this folder"):
+        jev_run(tmp_path, steps=10**6, batch_size=3, replace=True)
+    other = jev_run(tmp_path, steps=10**6, batch_size=3, replace=True, allow_mismatch=["batch_size"])
+    assert run.state == "stopped" and other.step >= 0
+    assert other.stop() == "stopped" and other.step >= run.step
+
+
+@pytest.mark.parametrize(("options", "wanted"), [({}, "finished"), ({"kl_temperature": 3.0}, None)])
+def test_a_field_that_an_old_checkpoint_lacks_was_at_its_default(options: dict[str, Any], wanted: str | None, tmp_path: Path) -> None:
+    assert jev_run(tmp_path).wait(SECONDS) == "finished"
+    path = tmp_path / "checkpoints/step-00000003"
+    state = json.loads((path / "state.json").read_text())
+    for name in ("config.teacher", "config.kl_temperature", "config.exclude"):
+        del state["fingerprint"][name]
+    (path / "state.json").write_text(json.dumps(state))
+    rehash(path)
+    run = jev_run(tmp_path, steps=4, **options)
+    if wanted:
+        assert run.wait(SECONDS) == wanted and run.step == 4
+    else:
+        with pytest.raises(RunFailed, match=r"config\.kl_temperature: checkpoint 1\.0, now 3\.0"):
+            run.wait(SECONDS)
+
+
+def test_the_defaults_are_those_of_a_run_with_defaults() -> None:
+    train = TrainConfig()
+    task = ElasticTask(MMJev.tiny(0), select(help_desk(24), train), train, RunConfig(steps=1))
+    mine, before = task.identity(), task.before_it_was_recorded()
+    decided_by_model = {"config.lr_lora", "config.lr_heads", "config.subnets"}
+    assert {name for name in before if before[name] != mine[name]} <= decided_by_model and set(before) <= set(mine)
+
+
+def test_a_run_on_a_mounted_network_folder_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "mount_warning", lambda folder: f"{folder} is on Google Drive")
+    assert start(ToyTask(1), tmp_path).wait(SECONDS) == "finished"
+    assert events(tmp_path)[0]["text"] == f"{tmp_path} is on Google Drive"
