@@ -116,3 +116,46 @@ def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2 and "usage: colabtrain" in capsys.readouterr().err
+
+
+@pytest.mark.colab
+def test_verify_says_a_line_for_each_checkpoint(tmp_path: Path, data: Path) -> None:
+    options = ["--set", "checkpoint_every=2", "--set", "max_eval_records=2"]
+    done = colabtrain("train", "--model", "tiny", "--data", data, "--run", "run", "--steps", 6, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = sorted((path.name for path in (tmp_path / "run/checkpoints").iterdir()), reverse=True)
+    assert names[0] == "step-00000006" and len(names) >= 2  # a save that comes due while another is written is left out
+
+    def verified(folder: str = "run") -> tuple[int, list[str]]:
+        done = colabtrain("verify", folder, cwd=tmp_path)
+        return done.returncode, done.stdout.splitlines()
+
+    status, lines = verified()
+    assert status == 0 and [line.split()[:2] for line in lines] == [[name, "good"] for name in names]
+    assert ["the next start goes on from here" in line for line in lines] == [True] + [False] * (len(names) - 1)
+    assert " step 6, " in lines[0] and " MB, 20" in lines[0]
+
+    optimizer = tmp_path / "run/checkpoints" / names[0] / "optimizer.safetensors"
+    optimizer.write_bytes(optimizer.read_bytes()[:-1])
+    status, lines = verified("run/checkpoints")
+    size = optimizer.stat().st_size
+    assert status == 0 and lines[0] == f"{names[0]}  BAD   optimizer.safetensors has {size} bytes, not the {size + 1} of the manifest"
+    assert "goes on from here" in lines[1]
+
+    for name in names:
+        (tmp_path / "run/checkpoints" / name / "manifest.json").unlink()
+    done = colabtrain("verify", "run", cwd=tmp_path)
+    assert done.returncode == 1 and "no good checkpoint in 'run'" in done.stderr and done.stdout.count("BAD") == len(names)
+
+
+@pytest.mark.parametrize(("folder", "status", "words"), [(".", 1, "no good checkpoint in '.'"), ("absent", 2, "'absent' is no folder")])
+def test_verify_where_there_is_nothing(folder: str, status: int, words: str, tmp_path: Path) -> None:
+    done = colabtrain("verify", folder, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (status, "") and words in done.stderr
+
+
+@pytest.mark.colab
+def test_verify_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from colabtrain.__main__ import main; main(['verify', '.']); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False, env=ENVIRONMENT)
+    assert done.stdout == "False False\n", done.stderr

@@ -76,7 +76,7 @@ def loaded_after(code: str) -> set[str]:
 @pytest.mark.colab
 def test_importing_loads_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "numpy", "matplotlib", "ipywidgets", "IPython", "huggingface_hub", "safetensors"}
-    light = "config", "runtime.diary", "runtime.disk", "dashboard.text", "__main__"
+    light = "config", "runtime.diary", "runtime.disk", "runtime.verify", "dashboard.text", "__main__"
     code = "import colabtrain, " + ", ".join(f"colabtrain.{name}" for name in light)
     assert not loaded_after(code) & heavy
     assert "torch" in loaded_after("import colabtrain; colabtrain.Run")
