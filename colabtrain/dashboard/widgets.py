@@ -60,10 +60,11 @@ background:var(--colab-primary-surface-color,var(--jp-layout-color0,#fff))}
 .ct .ct-table th,.ct .ct-table td{border:0;border-bottom:1px solid rgba(127,127,127,.2);padding:3px 0 3px 24px;text-align:right;
 font-weight:400;color:inherit;background:none;max-width:none}
 .ct .ct-table :first-child{text-align:left;padding-left:0}
-.ct-lines{margin-top:10px;padding:8px 10px;border-radius:8px;background:rgba(127,127,127,.1)}
+.ct-lines{margin-top:10px;padding:8px 10px 8px 4px;border-radius:8px;background:rgba(127,127,127,.1)}
 .ct-lines>div{max-height:126px;overflow:auto}
-.ct .ct-lines p{display:flex;gap:12px;margin:0;font:12px/18px ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}
-.ct-lines i{font-style:normal;white-space:nowrap}.ct .ct-lines .ct-err{font-weight:600}
+.ct .ct-lines p{display:flex;gap:12px;margin:0;padding:0 0 0 7px;border-left:3px solid transparent;overflow-wrap:anywhere;
+font:12px/18px ui-monospace,Menlo,Consolas,monospace}
+.ct-lines i{font-style:normal;white-space:nowrap}.ct .ct-lines .ct-err{font-weight:600;border-color:#ef4444}
 .ct .ct-btn{background:transparent;border:1px solid rgba(127,127,127,.45);border-radius:6px;color:inherit;padding:0 10px}
 .ct .ct-btn:hover:enabled{background:rgba(127,127,127,.12);box-shadow:none}
 .ct .ct-btn:focus-visible{outline:2px solid #3b82f6;outline-offset:1px}
