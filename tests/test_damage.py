@@ -12,7 +12,7 @@ import pytest
 import torch
 from broken_disk import is_whole, losses
 from damage import FILES, Trap, damaged, rehash
-from helpers import events
+from helpers import all_written, events
 from toy_task import ToyTask
 
 import colabtrain
@@ -41,7 +41,7 @@ CASES = [(file, way) for file in FILES for way in WAYS if not (way.endswith("rig
 
 
 def start(num_steps: int, folder: Path, **options: Any) -> Run:
-    return colabtrain.start(task=ToyTask(num_steps), run_dir=folder, display=False, checkpoint_every=2, **options)
+    return colabtrain.start(task=ToyTask(num_steps, all_written), run_dir=folder, display=False, checkpoint_every=2, **options)
 
 
 def undisturbed(num_steps: int, folder: Path) -> Path:

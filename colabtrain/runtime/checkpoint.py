@@ -111,7 +111,7 @@ def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
     _check_finite(tensors["trainable"])
     disk.check_room(folder, sum(t.nbytes for named in tensors.values() for t in named.values()) + snapshot.diary_bytes)
     try:
-        shutil.rmtree(staging, ignore_errors=True)
+        manifest.clear_staging(folder)  # what a disk that failed did not let go of
         staging.mkdir(parents=True)
         for group in TENSOR_GROUPS:
             save_file(tensors[group], staging / f"{group}.safetensors")
@@ -123,7 +123,6 @@ def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
         sync_to_disk(staging / MANIFEST)
         sync_to_disk(staging)
         if final.exists():  # an older one of the same step, which a resume found unusable or went behind
-            shutil.rmtree(replaced, ignore_errors=True)
             os.rename(final, replaced)
         os.replace(staging, final)
         sync_to_disk(folder)
