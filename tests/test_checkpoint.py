@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import FILES, Trap, damaged, rehash
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from colabtrain.runtime.checkpoint import CheckpointError, capture, clear_stagin
 
 pytestmark = pytest.mark.colab
 
-FILES = ("trainable.safetensors", "optimizer.safetensors", "state.json", "diary.jsonl", "manifest.json")
 DIARY_LINE = b'{"time": 1.0, "event": "step", "step": 1}\n'
 
 
@@ -163,19 +163,6 @@ def test_saving_a_step_again_replaces_it(folder: Path) -> None:
 # Damage
 
 
-def damaged(data: bytes, how: str) -> bytes:
-    middle = len(data) // 2
-    return {
-        "0 bytes": b"",
-        "half": data[:middle],
-        "one byte less": data[:-1],
-        "one byte more": data + b"\0",
-        "first bit": bytes([data[0] ^ 1]) + data[1:],
-        "middle bit": data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :],
-        "last bit": data[:-1] + bytes([data[-1] ^ 128]),
-    }[how]
-
-
 @pytest.mark.parametrize("how", ["0 bytes", "half", "one byte less", "one byte more", "first bit", "middle bit", "last bit"])
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_file_is_named_and_the_older_checkpoint_used(folder: Path, name: str, how: str) -> None:
@@ -225,25 +212,6 @@ def test_nothing_there_is_no_checkpoint(folder: Path) -> None:
     folder.mkdir()
     (folder / ".staging-step-00000009").mkdir()
     assert newest_good(folder) == (None, [])
-
-
-class Trap:
-    """Unpickling one calls open(path, "w")."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return open, (str(self.path), "w")
-
-
-def rehash(path: Path) -> None:
-    """Make the manifest agree with the files, as one who plants a checkpoint would."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    for entry in manifest["files"]:
-        data = (path / entry["name"]).read_bytes()
-        entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
-    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("made_with", ["pickle", "torch.save"])
