@@ -16,6 +16,7 @@ from helpers import events
 from toy_task import ToyTask
 
 import colabtrain
+from colabtrain.runtime.keeper import refuse
 from colabtrain.runtime.run import Run, RunFailed
 
 pytestmark = pytest.mark.colab
@@ -189,3 +190,29 @@ def test_a_planted_diary_with_right_hashes_is_no_more_than_bytes(
     assert [event["step"] for event in told if event["event"] == "resumed"] == [NUM_STEPS]
     assert {step: loss for step, loss in losses(folder).items() if step > NUM_STEPS} == {9: losses(whole)[9], 10: losses(whole)[10]}
     assert run.history()["step"][-2:] == [9, 10]
+
+
+@pytest.mark.parametrize("way", ["half", "0 bytes", "missing"])
+def test_a_folder_without_its_diary_gets_a_good_ones_history(way: str, folder: Path, whole: Path, tmp_path: Path) -> None:
+    """The newest checkpoint's diary may be what is damaged; the one that the run goes on from has a whole one."""
+    (folder / "diary.jsonl").unlink()
+    damage(folder / "checkpoints" / SAVED[0] / "diary.jsonl", way, tmp_path / "mark")
+    run = start(MORE_STEPS, folder)
+    assert run.wait(SECONDS) == "finished"
+    assert run.history()["step"] == list(range(1, MORE_STEPS + 1)) and losses(folder) == losses(whole)
+
+
+def test_a_state_too_deep_to_read_is_no_error_before_the_start(folder: Path) -> None:
+    """start() looks at the newest state of a run whose settings it knows; what is wrong with it is the resume's to say."""
+    (folder / "checkpoints" / SAVED[0] / "state.json").write_text("[" * 100_000)
+    refuse(folder / "checkpoints", True, lambda: {"mark": "a"})
+    assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
+
+
+def test_damaged_ones_do_not_push_out_the_good_ones(folder: Path, tmp_path: Path) -> None:
+    """keep_local is the number of checkpoints that a run can go back to; one that was refused is none."""
+    for checkpoint in SAVED[:2]:
+        damage(folder / "checkpoints" / checkpoint / "state.json", "half", tmp_path / "mark")
+    assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
+    damage(folder / "checkpoints" / f"step-{MORE_STEPS:08d}" / "state.json", "half", tmp_path / "mark")
+    assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
