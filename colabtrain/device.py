@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import platform
@@ -166,6 +167,9 @@ def sync_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (error.errno in (errno.EINVAL, errno.ENOTSUP) and path.is_dir()):  # some mounted file systems cannot sync a folder
+            raise
     finally:
         os.close(descriptor)
 

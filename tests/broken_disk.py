@@ -136,22 +136,31 @@ EVERYTHING: list[Call] = [*OPENS, *((os, name) for name in (*TWO_PATHS, *LOOKS, 
 
 
 class Outage:
-    """From begin() to end() the `calls` fail with the error `number` where they are to touch a path that `hits`."""
+    """From begin() to end() the `calls` fail with the error `number` where they are to touch a path that `hits`.
 
-    def __init__(self, patch: pytest.MonkeyPatch, calls: list[Call], number: int, hits: Callable[[Path], bool]) -> None:
-        self.number, self.hits, self.on, self.num_failed = number, hits, False, 0
+    first: the names of calls at one of which it begins, once begin() was called: in the middle of something.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, calls: list[Call], number: int, hits: Callable[[Path], bool], first: tuple[str, ...] = ()
+    ) -> None:
+        self.number, self.hits, self.first, self.num_failed = number, hits, first, 0
+        self._allowed = self.on = False
         self._readlink = os.readlink
         for module, name in calls:
-            patch.setattr(module, name, self._failing(getattr(module, name), 2 if name in TWO_PATHS else 1))
+            patch.setattr(module, name, self._failing(getattr(module, name), name))
 
     def begin(self) -> None:
-        self.on = True
+        self._allowed, self.on = True, not self.first
 
     def end(self) -> None:
-        self.on = False
+        self._allowed = self.on = False
 
-    def _failing(self, real: Callable[..., Any], num_paths: int) -> Callable[..., Any]:
+    def _failing(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        num_paths = 2 if name in TWO_PATHS else 1
+
         def call(*args: Any, **options: Any) -> Any:
+            self.on = self.on or (self._allowed and name in self.first)
             if self.on and any(self.hits(self._path(where, options.get("dir_fd"))) for where in args[:num_paths]):
                 self.num_failed += 1
                 raise OSError(self.number, os.strerror(self.number), str(args[0]))

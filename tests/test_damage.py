@@ -16,6 +16,7 @@ from helpers import all_written, events
 from toy_task import ToyTask
 
 import colabtrain
+from colabtrain.runtime.resume import refuse
 from colabtrain.runtime.run import Run, RunFailed
 
 pytestmark = pytest.mark.colab
@@ -40,26 +41,27 @@ WAYS = {  # what the reason says where it is not the manifest itself that is dam
 CASES = [(file, way) for file in FILES for way in WAYS if not (way.endswith("right hashes") and file in ("manifest.json", "diary.jsonl"))]
 
 
-def start(num_steps: int, folder: Path, **options: Any) -> Run:
-    return colabtrain.start(task=ToyTask(num_steps, all_written), run_dir=folder, display=False, checkpoint_every=2, **options)
-
-
-def undisturbed(num_steps: int, folder: Path) -> Path:
-    torch.manual_seed(5)
-    assert start(num_steps, folder).wait(SECONDS) == "finished"
-    return folder
+def start(num_steps: int, folder: Path) -> Run:
+    return colabtrain.start(task=ToyTask(num_steps, all_written), run_dir=folder, display=False)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run of all steps."""
-    return undisturbed(MORE_STEPS, tmp_path_factory.mktemp("whole"))
+    folder = tmp_path_factory.mktemp("whole")
+    torch.manual_seed(5)
+    assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
+    return folder
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = undisturbed(NUM_STEPS, tmp_path_factory.mktemp("ended"))
-    assert saved(folder) == sorted(SAVED)
+    """The folder of one that ended, and was saved, three times."""
+    folder = tmp_path_factory.mktemp("ended")
+    torch.manual_seed(5)
+    for num_steps in (NUM_STEPS - 4, NUM_STEPS - 2, NUM_STEPS):
+        assert start(num_steps, folder).wait(SECONDS) == "finished"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == sorted(SAVED)
     return folder
 
 
@@ -67,10 +69,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(ended: Path, tmp_path: Path) -> Path:
     """A run folder to be damaged."""
     return shutil.copytree(ended, tmp_path / "run")
-
-
-def saved(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def damage(path: Path, way: str, mark: Path) -> None:
@@ -115,9 +113,8 @@ def check_resumed(folder: Path, whole: Path, damages: list[tuple[str, str]], mar
     assert [event["step"] for event in told if event["event"] == "resumed"] == [good]
     assert [event["step"] for event in told if event["event"] == "step"] == list(range(good + 1, MORE_STEPS + 1))
     assert losses(folder) == losses(whole) and told[-1]["event"] == "finished"
-    assert saved(folder) == saved(whole) and all(is_whole(path) for path in (folder / "checkpoints").iterdir()), "written anew"
-    weights = [(run / "checkpoints/step-00000010/trainable.safetensors").read_bytes() for run in (folder, whole)]
-    assert weights[0] == weights[1]
+    last = [run / f"checkpoints/step-{MORE_STEPS:08d}" for run in (folder, whole)]
+    assert is_whole(last[0]) and len({(path / "trainable.safetensors").read_bytes() for path in last}) == 1
 
 
 def test_the_trap_snaps_and_the_check_sees_damage(folder: Path, tmp_path: Path) -> None:
@@ -193,3 +190,29 @@ def test_a_planted_diary_with_right_hashes_is_no_more_than_bytes(
     assert [event["step"] for event in told if event["event"] == "resumed"] == [NUM_STEPS]
     assert {step: loss for step, loss in losses(folder).items() if step > NUM_STEPS} == {9: losses(whole)[9], 10: losses(whole)[10]}
     assert run.history()["step"][-2:] == [9, 10]
+
+
+@pytest.mark.parametrize("way", ["half", "0 bytes", "missing"])
+def test_a_folder_without_its_diary_gets_a_good_ones_history(way: str, folder: Path, whole: Path, tmp_path: Path) -> None:
+    """The newest checkpoint's diary may be what is damaged; the one that the run goes on from has a whole one."""
+    (folder / "diary.jsonl").unlink()
+    damage(folder / "checkpoints" / SAVED[0] / "diary.jsonl", way, tmp_path / "mark")
+    run = start(MORE_STEPS, folder)
+    assert run.wait(SECONDS) == "finished"
+    assert run.history()["step"] == list(range(1, MORE_STEPS + 1)) and losses(folder) == losses(whole)
+
+
+def test_a_state_too_deep_to_read_is_no_error_before_the_start(folder: Path) -> None:
+    """start() looks at the newest state of a run whose settings it knows; what is wrong with it is the resume's to say."""
+    (folder / "checkpoints" / SAVED[0] / "state.json").write_text("[" * 100_000)
+    refuse(folder / "checkpoints", True, lambda: {"mark": "a"})
+    assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
+
+
+def test_damaged_ones_do_not_push_out_the_good_ones(folder: Path, tmp_path: Path) -> None:
+    """keep_local is the number of checkpoints that a run can go back to; one that was refused is none."""
+    for checkpoint in SAVED[:2]:
+        damage(folder / "checkpoints" / checkpoint / "state.json", "half", tmp_path / "mark")
+    assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
+    damage(folder / "checkpoints" / f"step-{MORE_STEPS:08d}" / "state.json", "half", tmp_path / "mark")
+    assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"

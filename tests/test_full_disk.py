@@ -9,19 +9,42 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from broken_disk import BREAK, EVERYTHING, NUM_STEPS, PLACES, REPAIR, SECONDS, HeavyTask, Outage, Story, check, disturbed, losses, start
+from broken_disk import (
+    BREAK,
+    EVERY,
+    EVERYTHING,
+    NUM_STEPS,
+    PLACES,
+    REPAIR,
+    SECONDS,
+    HeavyTask,
+    Outage,
+    Story,
+    check,
+    disturbed,
+    losses,
+    start,
+)
+from helpers import events
 
 import colabtrain
+from colabtrain.dashboard.text import follow
+from colabtrain.runtime.diary import Tail
+from colabtrain.runtime.run import RunFailed
 
 pytestmark = pytest.mark.colab
 
@@ -129,6 +152,113 @@ def test_a_run_folder_that_drops_out_altogether(
     assert outage.num_failed > REPAIR - BREAK, "the diary was tried at each step"
     check(tmp_path, undisturbed, os.strerror(number), NUM_STEPS)
     assert all(line.endswith(b"}") for line in (tmp_path / "diary.jsonl").read_bytes().splitlines()), "a line is torn"
+
+
+@needs_proc
+@pytest.mark.parametrize("first", [("fsync",), ("replace", "rename")], ids=str)
+def test_a_run_folder_that_drops_out_in_the_middle_of_a_save(
+    first: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is half-written cannot be removed then, but when the folder is back."""
+    outage = Outage(monkeypatch, EVERYTHING, errno.ENOTCONN, lambda path: path.is_relative_to(tmp_path), first)
+    disturbed(tmp_path, Story(monkeypatch, outage.begin, outage.end), keep_local=NUM_STEPS)
+    check(tmp_path, undisturbed, os.strerror(errno.ENOTCONN), NUM_STEPS)
+
+
+@needs_proc
+def test_a_disk_on_which_nothing_can_be_opened_nor_removed(
+    tmp_path: Path, undisturbed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outage = Outage(monkeypatch, PLACES["open"], errno.EIO, lambda path: path.is_relative_to(tmp_path / "checkpoints"))
+    disturbed(tmp_path, Story(monkeypatch, outage.begin, outage.end), keep_local=NUM_STEPS)
+    check(tmp_path, undisturbed, os.strerror(errno.EIO), NUM_STEPS)
+
+
+@needs_proc
+def test_what_is_told_of_a_checkpoint_is_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last sync, of the folder into which a checkpoint was renamed, may fail when the checkpoint is in place."""
+    outage = Outage(monkeypatch, PLACES["fsync"], errno.EIO, lambda path: path == tmp_path / "checkpoints")
+    run = start(HeavyTask(NUM_STEPS, lambda i: outage.begin() if i == BREAK else None), tmp_path, keep_local=NUM_STEPS)
+    with contextlib.suppress(RunFailed):
+        run.wait(SECONDS)
+    assert outage.num_failed
+    saved = [f"step-{event['step']:08d}" for event in events(tmp_path, "checkpoint_saved")]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == saved
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP], ids=errno.errorcode.get)
+def test_a_file_system_that_cannot_sync_folders_is_saved_on(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some mounted ones cannot; fsync(2) says EINVAL then. There is nothing to be done about it, and nothing wrong."""
+    outage = Outage(monkeypatch, PLACES["fsync"], number, lambda path: path.is_dir())
+    outage.begin()
+    run = start(HeavyTask(2 * EVERY), tmp_path)
+    assert run.wait(SECONDS) == "finished" and run.saved_step == 2 * EVERY and outage.num_failed
+
+
+# The diary on a broken disk
+
+
+def test_a_full_disk_leaves_no_torn_line(results: Path) -> None:
+    """It takes a part of a line. That part is to go when there is room again: no reader of ours minds, others do."""
+    for line in (results / "full to the last byte" / "diary.jsonl").read_bytes().splitlines():
+        json.loads(line)
+
+
+def test_a_line_that_was_taken_and_called_refused_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mounted folders may say only when a file is closed that something went wrong, after all of it was written."""
+    real, failing = io.open, [False]
+
+    class Grudging(io.BufferedWriter):
+        def close(self) -> None:
+            was_open = not self.closed
+            super().close()
+            if was_open and failing[0]:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def grudging_open(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = real(path, mode, *args, **options)
+        return Grudging(file.detach()) if mode == "ab" and Path(path).name == "diary.jsonl" else file
+
+    def fail_at_some_steps(i: int) -> None:
+        failing[0] = 3 <= i < 6
+
+    monkeypatch.setattr(io, "open", grudging_open)
+    assert start(HeavyTask(9, fail_at_some_steps), tmp_path).wait(SECONDS) == "finished"
+    assert [event["step"] for event in events(tmp_path, "step")] == list(range(1, 10))
+
+
+@needs_proc
+def test_who_reads_along_outlives_an_outage(tmp_path: Path, undisturbed: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the command line the one who reads is the process that trains."""
+    tail, said, looked = Tail(tmp_path / "diary.jsonl"), list[str](), threading.Event()
+    outage = Outage(monkeypatch, EVERYTHING, errno.ENOTCONN, lambda path: path.is_relative_to(tmp_path))
+
+    def break_disk() -> None:
+        looked.clear()
+        outage.begin()
+
+    def look() -> list[dict[str, Any]]:
+        try:
+            return real_new()
+        finally:
+            looked.set()
+
+    def repair() -> None:
+        assert looked.wait(SECONDS), "nobody reads along"
+        outage.end()
+
+    real_new = tail.new
+    tail.new = look
+    story = Story(monkeypatch, break_disk, repair)
+    torch.manual_seed(5)
+    run = start(HeavyTask(NUM_STEPS, story), tmp_path)
+    try:
+        assert follow(run, tail, said.append) == "finished"
+    finally:
+        outage.end()
+        run.stop()  # it must not draw from the next test's random numbers
+    assert said == [event["text"] for event in events(tmp_path) if "text" in event]
 
 
 if __name__ == "__main__":

@@ -36,7 +36,11 @@ def follow(run: Followed, tail: Tail, write: Callable[[str], None]) -> str:
 
 
 def _pass_on(tail: Tail, write: Callable[[str], None]) -> None:
-    for event in tail.new():
+    try:
+        events = tail.new()
+    except OSError:  # a mounted folder dropped out; the training goes on, and what was missed is read later
+        return
+    for event in events:
         if "text" in event:
             write(event["text"])
 

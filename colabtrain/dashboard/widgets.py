@@ -185,16 +185,23 @@ class Live:
         waited = self._now() - self._shown_time
         if self._failures:
             return waited >= REFRESH_SECONDS
-        grew = waited >= REFRESH_SECONDS and _size(self._tail.path) != self._shown_size
+        try:
+            grew = waited >= REFRESH_SECONDS and _size(self._tail.path) != self._shown_size
+        except OSError:
+            grew = waited >= REFRESH_SECONDS
         return grew or run.state != self._shown_state or waited >= HEARTBEAT_SECONDS
 
     def _show(self, run: Shown) -> None:
         state = run.state  # before the diary is read: a run writes its end there first, and an ended view reads no more
         if state != self._shown_state or run.step > self._note_step + 1:
             self._note = ""  # what was asked for came, or was called off
-        size = _size(self._tail.path)
-        self._view.feed(self._tail.new())
-        status = Status(state, run.step, run.num_steps, self._folder, self._now(), self._note, self._error)
+        size, unread = self._shown_size, ""
+        try:
+            size = _size(self._tail.path)
+            self._view.feed(self._tail.new())
+        except OSError as error:  # a mounted folder dropped out; what was missed is read later
+            unread = f"The diary of the run cannot be read now: {_line(error)}"
+        status = Status(state, run.step, run.num_steps, self._folder, self._now(), self._note, self._error or unread)
         for name, text in self._view.pieces(status).items():
             self.pieces[name].value = text
         self.toggle.description, self.toggle.icon = ("Resume", "play") if state == "paused" else ("Pause", "pause")

@@ -102,8 +102,8 @@ def capture(step: int, tensors: Groups, state: Mapping[str, Any], diary_bytes: i
 
 
 def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
-    """Put `snapshot` on disk as folder/step-XXXXXXXX. Raises CheckpointError if a weight is not finite, OSError if the disk
-    fails; then nothing of it is left behind."""
+    """Put `snapshot` on disk as folder/step-XXXXXXXX, all but the sync of its name. Raises CheckpointError if a weight is not
+    finite, OSError if the disk fails; then nothing of it is left behind."""
     final = folder / f"{PREFIX}{snapshot.step:08d}"
     staging, replaced = folder / f"{STAGING}{final.name}", folder / f"{REPLACED}{final.name}"
     snapshot.buffers.wait()
@@ -125,7 +125,6 @@ def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
         if final.exists():  # an older one of the same step, which a resume found unusable or went behind
             os.rename(final, replaced)
         os.replace(staging, final)
-        sync_to_disk(folder)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         if replaced.exists() and not final.exists():

@@ -30,6 +30,7 @@ class Diary:
         self._lock = threading.Lock()
         self._unwritten: list[tuple[Path, str]] = []
         self._refused: OSError | None = None
+        self._size = dict[Path, int]()  # of each file, up to its last whole line
         folder.mkdir(parents=True, exist_ok=True)
         for path in (self.path, folder / LOG_FILE):
             _end_torn_line(path)
@@ -61,15 +62,24 @@ class Diary:
             path, line = self._unwritten[0]
             try:
                 if self._refused is not None:
-                    _end_torn_line(path)  # the disk may have taken part of the line
+                    _cut_off(path, self._size.get(path))  # the disk may have taken part of the line, or all of it
+                data = line.encode(errors="backslashreplace") + b"\n"
                 with path.open("ab") as file:
-                    file.write(line.encode(errors="backslashreplace") + b"\n")
+                    self._size[path] = file.tell()
+                    file.write(data)
+                self._size[path] += len(data)
                 self._refused = None
             except OSError as error:
                 self._refused = error.with_traceback(None)
                 del self._unwritten[: max(0, len(self._unwritten) - MAX_UNWRITTEN)]
                 return
             del self._unwritten[0]
+
+
+def _cut_off(path: Path, size: int | None) -> None:
+    """Take from the file what lies beyond `size`, if that is known."""
+    if size is not None and path.exists() and path.stat().st_size > size:
+        os.truncate(path, size)
 
 
 def _end_torn_line(path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from colabtrain.config import RunConfig
-from colabtrain.device import is_out_of_memory, machine
+from colabtrain.device import is_out_of_memory, machine, sync_to_disk
 from colabtrain.runtime import checkpoint, disk, manifest, resume
 from colabtrain.runtime.checkpoint import Buffers, Snapshot
 from colabtrain.runtime.diary import Diary
@@ -47,6 +47,7 @@ class Keeper:
         self.saved_step = 0  # of the newest good checkpoint; 0: none
         self.pace = Pace(config)
         self._paths: list[Path] = []  # to go on from
+        self._broken = set[Path]()  # known not to be
         self._buffers = Buffers()
         self._writer: threading.Thread | None = None  # the newest one
         self._held: list[Path] = []
@@ -67,7 +68,10 @@ class Keeper:
 
     def restore(self, recorder: Recorder) -> int:
         """Go on from the newest good checkpoint; returns its step, 0 on a fresh start. Raises ValueError as resume.restore()."""
-        self.saved_step = resume.restore(self.task, self._paths, self.diary, recorder, self.config)
+        found = resume.restore(self.task, self._paths, self.diary, recorder, self.config)
+        if found is not None:
+            self.saved_step = found.step
+            self._broken = {path for path in manifest.listed(self.folder) if path.name > found.path.name}
         self.pace.start()
         return self.saved_step
 
@@ -167,10 +171,12 @@ class Keeper:
         seconds = time.perf_counter() - started
         text = f"saved step {step:,} in {seconds:.2f} s (training waited {blocked_seconds:.2f} s)"
         self.diary.write("checkpoint_saved", text, step=step, path=str(path), seconds=seconds, blocked_seconds=blocked_seconds)
+        self._broken.discard(path)
         try:
-            manifest.prune(path, self.config.keep_local, self._held)
+            sync_to_disk(self.folder)  # before older ones go
+            manifest.prune(path, self.config.keep_local, self._held, self._broken)
         except OSError as error:
-            self.diary.log(f"an old checkpoint could not be removed: {disk.explain(error, self.folder)}")
+            self.diary.log(f"the older checkpoints stay: {disk.explain(error, self.folder)}")
         self._call_hook(path, step)
 
     def _call_hook(self, path: Path, step: int) -> None:

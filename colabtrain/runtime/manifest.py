@@ -93,14 +93,16 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def prune(newest: Path, keep: int, held: Collection[Path] = ()) -> None:
+def prune(newest: Path, keep: int, held: Collection[Path] = (), broken: Collection[Path] = ()) -> None:
     """Keep `newest`, just written, and the `keep` - 1 before it; remove what is older, but for those `held`.
 
-    One with a later step is neither counted nor removed: it could not be read when the run went back behind it, and
+    One that is `broken`, or of a later step, is not counted: it could not be read when the run went back behind it, and
     must not push out the good ones. Raises OSError.
     """
-    for path in [path for path in listed(newest.parent) if path.name <= newest.name][keep:]:
-        if path not in held:
+    earlier = [path for path in listed(newest.parent) if path.name <= newest.name]
+    kept = [path for path in earlier if path not in broken][:keep]
+    for path in earlier:
+        if path.name < kept[-1].name and path not in held:
             remove(path)
 
 

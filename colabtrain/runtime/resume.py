@@ -4,11 +4,13 @@ named with the reason, and one of another experiment is refused with the differe
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from colabtrain.config import RunConfig
 from colabtrain.device import machine
@@ -39,7 +41,7 @@ def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]]
         return
     try:
         saved: dict[str, Any] = dict(json.loads((paths[0] / manifest.STATE).read_text())["fingerprint"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except manifest.BROKEN:
         return  # restore() says what is wrong with it, and takes an older one
     mine = _through_json(identity())
     known = saved.keys() & mine.keys()
@@ -69,8 +71,13 @@ def find(folder: Path, diary: Diary) -> list[Path]:
     return []
 
 
-def restore(task: Task, paths: Sequence[Path], diary: Diary, recorder: Recorder, config: RunConfig) -> int:
-    """Put the prepared `task` where the first of `paths` that can be used left it; returns its step, 0 if there are none.
+class Found(NamedTuple):
+    path: Path
+    step: int
+
+
+def restore(task: Task, paths: Sequence[Path], diary: Diary, recorder: Recorder, config: RunConfig) -> Found | None:
+    """Put the prepared `task` where the first of `paths` that can be used left it; None if there are none.
 
     Raises ValueError when that one is of another experiment, or when none can be used.
     """
@@ -79,13 +86,13 @@ def restore(task: Task, paths: Sequence[Path], diary: Diary, recorder: Recorder,
             found = checkpoint.read(path)
             _check(task, found, diary, config.allow_mismatch)
             _take(task, found, diary, recorder)
-            return found.step
+            return Found(path, found.step)
         except (CheckpointError, LookupError) as error:
             _reject(diary, path, error)
     if paths:
         raise _none_can_be_used(paths[0].parent)
     _check_known(config.allow_mismatch, task.fingerprint())
-    return 0
+    return None
 
 
 def _reject(diary: Diary, path: Path, error: Exception) -> None:
@@ -162,7 +169,11 @@ def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], whose: str = 
 
 
 def adopt_diary(folder: Path) -> None:
-    """Where the run folder has checkpoints but no diary (it came from elsewhere), take the newest one's."""
-    newest = listed(folder / "checkpoints")[:1]
-    if newest and not (folder / DIARY_FILE).exists() and (newest[0] / DIARY_FILE).exists():
-        (folder / DIARY_FILE).write_bytes((newest[0] / DIARY_FILE).read_bytes())
+    """Where the run folder has checkpoints but no diary (it came from elsewhere), take that of the newest one that is whole."""
+    if (folder / DIARY_FILE).exists():
+        return
+    for path in listed(folder / "checkpoints"):
+        with contextlib.suppress(CheckpointError):
+            manifest.check(path)
+            shutil.copyfile(path / DIARY_FILE, folder / DIARY_FILE)
+            return
