@@ -211,8 +211,12 @@ def test_lines_kept_in_memory_are_bounded_and_the_newest_stay(tmp_path: Path, mo
         diary.write("step", step=i)
     disk.full = False
     diary.write("step", step=12)
-    steps = [event["step"] for event in strict_lines(diary.path)]
+    written = strict_lines(diary.path)
+    steps = [event["step"] for event in written if event["event"] == "step"]
     assert steps == list(range(13))[-len(steps) :] and 5 <= len(steps) <= 6
+    assert written[-1]["event"] == "lines_lost" and f"{13 - len(steps)} lines of this log are lost" in written[-1]["text"]
+    diary.write("step", step=13)
+    assert len(strict_lines(diary.path)) == len(written) + 1, "it is said once"
 
 
 def test_writing_from_many_threads_gives_whole_lines(tmp_path: Path) -> None:

@@ -226,12 +226,6 @@ def test_disks_of_the_machine_get_no_warning(device: str, kind: str, tmp_path: P
     assert warned("/mnt/net/run", f"{device} /mnt/net {kind} rw 0 0\n", tmp_path) is None
 
 
-def test_a_folder_named_as_on_drive_on_a_plain_disk_gets_no_warning(tmp_path: Path) -> None:
-    for table in ("", "/dev/sdb1 /content/drive ext4 rw 0 0\n"):
-        assert warned("/content/drive/MyDrive/run", table, tmp_path) is None
-    assert warned("/home/me/MyDrive/run", "fuse-overlayfs / fuse.fuse-overlayfs rw 0 0\n", tmp_path) is None
-
-
 def test_the_longest_mount_point_decides_wherever_it_stands(tmp_path: Path) -> None:
     lines = ["server:/a /mnt nfs rw 0 0\n", "/dev/sdb1 /mnt/disk ext4 rw 0 0\n"]
     for table in ("".join(lines), "".join(reversed(lines))):
@@ -268,6 +262,12 @@ def test_a_relative_folder_is_where_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "net").mkdir()
     monkeypatch.chdir(tmp_path / "net")
     assert warned("run", f"server:/a {(tmp_path / 'net').resolve()} nfs rw 0 0\n", tmp_path)
+
+
+def test_a_drive_that_was_never_mounted_is_told_from_one_that_is(tmp_path: Path) -> None:
+    for table in ("", "/dev/sdb1 /content/drive ext4 rw 0 0\n"):
+        told = warned("/content/drive/MyDrive/run", table, tmp_path)
+        assert told == "'/content/drive/MyDrive/run' is on this machine's own disk and lost with it: no Google Drive is mounted there"
 
 
 @pytest.mark.parametrize("table", ["", "\n\n", "one\n", "two words\n", "server:/a  nfs rw 0 0\n", "none relative nfs rw 0 0\n"])

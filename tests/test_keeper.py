@@ -120,7 +120,7 @@ def test_a_checkpoint_on_demand_is_of_now_though_one_is_being_written(tmp_path: 
 
 
 def test_a_checkpoint_on_demand_is_made_while_the_run_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = iter([True])
+    fails = iter([False, True])  # the first look is before the first step
 
     def check_room(folder: Path, num_bytes: int) -> None:
         if next(fails, False):
@@ -262,6 +262,21 @@ def test_a_diary_that_the_disk_refuses_is_no_part_of_a_checkpoint(tmp_path: Path
             diary.size()
     assert Path.open is real and diary.size() == (tmp_path / "diary.jsonl").stat().st_size
     assert [event["text"] for event in events(tmp_path)] == ["one", "two"]
+
+
+def test_a_disk_without_room_is_said_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_room(folder: Path, num_bytes: int) -> None:
+        asked.append(num_bytes)
+        if len(asked) == 1:
+            raise OSError(28, "1 KiB free")
+
+    asked: list[int] = []
+    monkeypatch.setattr(disk, "check_room", check_room)
+    assert start(ToyTask(2), tmp_path).wait(SECONDS) == "finished"
+    told = [event["event"] for event in events(tmp_path) if event["event"] in ("checkpoint_failed", "step", "checkpoint_saved")]
+    assert told == ["checkpoint_failed", "step", "step", "checkpoint_saved"] and asked[0] == 3 * 4
+    text = events(tmp_path, "checkpoint_failed")[0]["text"]
+    assert text.startswith("there is no room for a checkpoint: ") and "1 KiB free" in text
 
 
 # When it is due

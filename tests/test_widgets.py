@@ -184,3 +184,25 @@ def test_a_look_at_a_run_needs_neither_torch_nor_widgets():
     code = f"import sys, colabtrain.dashboard.widgets; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_outage_of_the_run_folder_is_shown_and_outlived(run: FakeRun, monkeypatch: pytest.MonkeyPatch):
+    clock = Clock()
+    live = widgets.Live(run, clock)
+    live.refresh()
+    with monkeypatch.context() as patch:
+
+        def away(*_: Any, **__: Any) -> Any:
+            raise OSError(107, "Transport endpoint is not connected")
+
+        for name in ("exists", "stat", "open"):
+            patch.setattr(Path, name, away)
+        for _ in range(10):
+            clock.now += 10
+            live.refresh(always=False)
+        assert "cannot be read now: OSError: [Errno 107] Transport endpoint" in words(live.pieces["head"].value)
+    assert live.run is run
+    run.diary.log("back again")
+    clock.now += 10
+    live.refresh(always=False)
+    assert "cannot be read" not in live.pieces["head"].value and "back again" in live.pieces["log"].value

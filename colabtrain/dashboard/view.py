@@ -31,7 +31,16 @@ STATES = {
     "finished": ("Finished", "done"),
     "failed": ("Failed", "bad"),
 }
-BAD_EVENTS = ("failed", "checkpoint_failed", "checkpoint_rejected", "set_aside", "evaluation_failed", "hook_failed", "ending_failed")
+BAD_EVENTS = (
+    "failed",
+    "checkpoint_failed",
+    "checkpoint_rejected",
+    "lines_lost",
+    "set_aside",
+    "evaluation_failed",
+    "hook_failed",
+    "ending_failed",
+)
 COUNTED = {"oom": "retried for memory", "set_aside": "set aside", "skipped": "skipped"}
 QUIET_SECONDS, QUIET_STEPS = 30.0, 5.0  # a step that takes longer than both of these (the second in usual steps) is said
 

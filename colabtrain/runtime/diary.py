@@ -30,6 +30,7 @@ class Diary:
         self._lock = threading.Lock()
         self._unwritten: list[tuple[Path, str]] = []
         self._refused: OSError | None = None
+        self._num_lost = 0
         self._size = dict[Path, int]()  # of each file, up to its last whole line
         folder.mkdir(parents=True, exist_ok=True)
         for path in (self.path, folder / LOG_FILE):
@@ -38,13 +39,16 @@ class Diary:
     def write(self, event: str, text: str | None = None, **fields: Any) -> None:
         """Append one event. text: what people read of it, in the log and in views; without it only machines do."""
         now = self._clock()
-        entry = {"time": now, "event": event, **fields, **({} if text is None else {"text": text})}
+        entry = {"event": event, **fields, **({} if text is None else {"text": text})}
         with self._lock:
-            self._unwritten.append((self.path, json.dumps(_plain(entry), allow_nan=False)))
-            for line in (text or "").splitlines():
-                stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-                self._unwritten.append((self.folder / LOG_FILE, f"{stamp} {line}"))
+            self._append(now, entry)
             self._flush()
+
+    def _append(self, now: float, entry: Event) -> None:
+        self._unwritten.append((self.path, json.dumps(_plain({"time": now, **entry}), allow_nan=False)))
+        for line in entry.get("text", "").splitlines():
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+            self._unwritten.append((self.folder / LOG_FILE, f"{stamp} {line}"))
 
     def log(self, text: str) -> None:
         self.write("log", text)
@@ -71,9 +75,14 @@ class Diary:
                 self._refused = None
             except OSError as error:
                 self._refused = error.with_traceback(None)
-                del self._unwritten[: max(0, len(self._unwritten) - MAX_UNWRITTEN)]
+                too_many = max(0, len(self._unwritten) - MAX_UNWRITTEN)
+                del self._unwritten[:too_many]
+                self._num_lost += too_many
                 return
             del self._unwritten[0]
+            if self._num_lost and not self._unwritten:
+                self._num_lost, text = 0, f"the disk was away for so long that {self._num_lost:,} lines of this log are lost"
+                self._append(self._clock(), {"event": "lines_lost", "text": text})
 
 
 def _cut_off(path: Path, size: int | None) -> None:

@@ -94,6 +94,8 @@ def mount_warning(folder: Path, mounts: Path = MOUNTS) -> str | None:
         what = "on Google Drive, which uploads later and by itself: what it has not uploaded is lost with the machine, and the mount"
     elif kind in NETWORK_TYPES or (device if kind == "fuse" else name) in NETWORK_FUSE:
         what = f"on a mounted network folder ({kind}), which"
+    elif path.is_relative_to("/content/drive"):
+        return f"{str(folder)!r} is on this machine's own disk and lost with it: no Google Drive is mounted there"
     else:
         return None
     return f"{str(folder)!r} is {what} can drop out; keep a copy of it elsewhere"

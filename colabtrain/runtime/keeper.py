@@ -72,8 +72,21 @@ class Keeper:
         if found is not None:
             self.saved_step = found.step
             self._broken = {path for path in manifest.listed(self.folder) if path.name > found.path.name}
+        self._look_for_room()
         self.pace.start()
         return self.saved_step
+
+    def _look_for_room(self) -> None:
+        """Say now what the first save would say later."""
+        try:
+            groups = self.task.state()[0]
+        except Exception:  # it may need a step that was made
+            return
+        try:
+            disk.check_room(self.folder, sum(tensor.nbytes for named in groups.values() for tensor in named.values()))
+        except OSError as error:
+            text = f"there is no room for a checkpoint: {disk.explain(error, self.folder)}; training goes on"
+            self.diary.write("checkpoint_failed", text, step=self.saved_step)
 
     def outlook(self) -> tuple[str, str]:
         """What is saved, and what the same start() does, for people to whom the run has failed."""
