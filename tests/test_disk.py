@@ -268,6 +268,7 @@ def test_a_drive_that_was_never_mounted_is_told_from_one_that_is(tmp_path: Path)
     for table in ("", "/dev/sdb1 /content/drive ext4 rw 0 0\n"):
         told = warned("/content/drive/MyDrive/run", table, tmp_path)
         assert told == "'/content/drive/MyDrive/run' is on this machine's own disk and lost with it: no Google Drive is mounted there"
+    assert warned("/home/me/MyDrive/run", "fuse-overlayfs / fuse.fuse-overlayfs rw 0 0\n", tmp_path) is None
 
 
 @pytest.mark.parametrize("table", ["", "\n\n", "one\n", "two words\n", "server:/a  nfs rw 0 0\n", "none relative nfs rw 0 0\n"])
