@@ -127,7 +127,7 @@ def phase(folder: Path, lived: list[dict[str, Any]], broken_before: set[Path]) -
 def damage(path: Path, rng: random.Random) -> None:
     """Turn a bit in a file of the checkpoint."""
     (path / DAMAGED).touch()
-    victim = path / rng.choice(sorted(FILES))
+    victim = path / rng.choice(sorted(FILES - {"state.json"}))  # one that names another experiment would be refused
     flip(victim, rng.randrange(8 * victim.stat().st_size))
 
 
