@@ -1,9 +1,10 @@
 """The process that test_kill.py kills: one training job, with faults that come at the same steps in each life.
 
-    kill_child.py FOLDER [--tell starting|training] [--die-at CALL [--after]]
+    kill_child.py FOLDER [--tell starting|training|ending] [--die-at NUMBER CALL ... [--after]]
 
---tell: print one line at that moment. --die-at: SIGKILL itself at the CALL-th change of the disk (DISK_CALLS, from any
-thread, counted from start() on), before the call is made or after it. Status 0: the run in FOLDER has finished.
+--tell: print one line when start() is called, at the first step, or after the last one. --die-at: SIGKILL itself at the
+NUMBER-th call of os.CALL ... (any of them, from any thread, counted from start() on), before the call is made or after
+it. Status 0: the run in FOLDER has finished.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from colabtrain.elastic.task import ElasticTask
 from colabtrain.mmjev.demo_data import help_desk
 from colabtrain.task import StepReport
 
-DISK_CALLS = ("fsync", "replace", "rename", "unlink", "rmdir")
 SECONDS = 120.0  # far more than a life takes
 STEPS, SAVE_EVERY, KEEP = 17, 2, 2
 NUM_RECORDS = 20  # 15 to train on: an epoch is 5 batches, so that the last steps are of the fourth one
@@ -55,16 +55,16 @@ GROWTH_INTERVAL = 3  # steps until the scaler doubles its factor
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tell", choices=("starting", "training"))
-    parser.add_argument("--die-at", type=int)
+    parser.add_argument("--tell", choices=("starting", "training", "ending"))
+    parser.add_argument("--die-at", nargs="+", default=[])
     parser.add_argument("--after", action="store_true")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     random.seed(0), numpy.random.seed(0), torch.manual_seed(0)  # what a resume must replace
     model, records = colabtrain.MMJev.tiny(0), help_desk(NUM_RECORDS)
-    train_with_faults(tell if wanted.tell == "training" else lambda: None)
+    train_with_faults({"training": 1, "ending": STEPS}.get(wanted.tell, 0))
     if wanted.die_at:
-        die_at(wanted.die_at, wanted.after)
+        die_at(int(wanted.die_at[0]), wanted.die_at[1:], wanted.after)
     if wanted.tell == "starting":
         tell()
     state = colabtrain.start(model, records, run_dir=wanted.folder, display=False, **OPTIONS).wait(SECONDS)
@@ -75,21 +75,23 @@ def tell() -> None:
     print("now", flush=True)
 
 
-def train_with_faults(at_first_step: Callable[[], None]) -> None:
+def train_with_faults(tell_at: int) -> None:
     """A scaler in use, as on a card without bfloat16; gradients that are not finite; memory that runs out; draws from
-    the global generators, as of a person's augmentation."""
-    prepare, step, first = ElasticTask.prepare, ElasticTask.step, itertools.count()
+    the global generators, as of a person's augmentation. tell_at: 1 for the first step of this life, STEPS for the last one."""
+    prepare, step, steps = ElasticTask.prepare, ElasticTask.step, itertools.count(1)
 
     def prepare_with_scaler(self: ElasticTask) -> None:
         prepare(self)
         self.optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=GROWTH_INTERVAL)
 
     def faulty_step(self: ElasticTask, i: int, splits: int = 1) -> StepReport:
-        if next(first) == 0:
-            at_first_step()
+        if next(steps) == tell_at == 1:
+            tell()
         with faulty_gradient(self.model, i if splits == 1 else -1):
             report = step(self, i, splits)
         random.random(), numpy.random.rand(), torch.rand(1)
+        if i + 1 == tell_at == STEPS:
+            tell()
         return report
 
     ElasticTask.prepare, ElasticTask.step = prepare_with_scaler, faulty_step
@@ -111,7 +113,7 @@ def faulty_gradient(model: Any, i: int) -> Iterator[None]:
         hook.remove()
 
 
-def die_at(number: int, after: bool) -> None:
+def die_at(number: int, names: list[str], after: bool) -> None:
     calls = itertools.count(1)
 
     def mortal(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +128,7 @@ def die_at(number: int, after: bool) -> None:
 
         return call
 
-    for name in DISK_CALLS:
+    for name in names:
         setattr(os, name, mortal(getattr(os, name)))
 
 

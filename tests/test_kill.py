@@ -36,6 +36,12 @@ STAGING, MANIFEST = "staging: no manifest yet", "manifest written, not renamed"
 REPLACED, RENAMED, PRUNING = "renamed over an older one", "renamed, not yet pruned", "pruning"
 ENDING = "ending: after the last save"
 PHASES = (STARTING, TRAINING, STAGING, MANIFEST, REPLACED, RENAMED, PRUNING, ENDING)
+MOMENTS = {"training": 0.8, "starting": 0.15, "ending": 0.4}  # what the child tells, and the seconds up to which it lives on
+TURNS = ("training", "starting", "training", "ending", "training", "training")
+RENAMES = ("replace", "rename")
+DISK_CALLS = (*RENAMES, "fsync", "unlink", "rmdir")
+# Of the number of the call. A save renames once, or twice over an older one; it makes eight calls, and six more to prune.
+BOUNDS = {RENAMES: ((1, 4), (1, 3)), DISK_CALLS: ((1, 45), (7, 22))}  # any save; the first one, over an older one
 DAMAGED = "damaged-by-the-test"  # a file in a checkpoint that the test spoiled; one that is written anew has none
 FILES = {"trainable.safetensors", "optimizer.safetensors", "state.json", "diary.jsonl"}
 
@@ -95,23 +101,25 @@ def good_checkpoints(folder: Path) -> list[Path]:
     return good
 
 
-def phase(folder: Path, lived: list[dict[str, Any]]) -> str:
-    """Where the last life was when it ended. lived: its events."""
+def broken_checkpoints(folder: Path) -> set[Path]:
+    return {path for path in folder.glob("checkpoints/step-*") if not is_whole(path)}
+
+
+def phase(folder: Path, lived: list[dict[str, Any]], broken_before: set[Path]) -> str:
+    """Where the last life was when it ended. lived: its events. broken_before: the checkpoints that were broken when it began."""
     resumed = [event["step"] for event in lived if event["event"] == "resumed"]
     saved = max((event["step"] for event in lived if event["event"] == "checkpoint_saved"), default=0)
-    names = {path.name: path for path in folder.glob("checkpoints/*")} | {path.name: path for path in folder.glob("checkpoints/.*")}
-    steps = {path for name, path in names.items() if name.startswith("step-") and not (path / DAMAGED).exists()}
-    newest = max((step_of(path) for path in steps if is_whole(path)), default=0)
-    staging = [path for name, path in names.items() if name.startswith(".staging-")]
+    staging, replaced = (list(folder.glob(f"checkpoints/.{what}-step-*")) for what in ("staging", "replaced"))
+    newest = max(map(step_of, good_checkpoints(folder)), default=0)
     if not resumed:
         return STARTING
-    if any(name.startswith(".replaced-") for name in names):
+    if replaced:
         return REPLACED
     if any(name.startswith(".removed-") for name in names):
         return PRUNING
     if staging:
         return MANIFEST if (staging[0] / "manifest.json").exists() else STAGING
-    if not all(map(is_whole, steps)):
+    if broken_checkpoints(folder) - broken_before:
         return PRUNING
     if newest > max(saved, *resumed):
         return RENAMED
@@ -119,10 +127,16 @@ def phase(folder: Path, lived: list[dict[str, Any]]) -> str:
 
 
 def damage(path: Path, rng: random.Random) -> None:
-    """Cut a file of the checkpoint off, as a machine that loses its power may leave it."""
+    """Turn a bit in a file of the checkpoint."""
     (path / DAMAGED).touch()
-    victim = path / rng.choice(sorted(FILES))
-    os.truncate(victim, rng.randrange(victim.stat().st_size))
+    victim = path / rng.choice(sorted(FILES - {"state.json"}))  # one that names another experiment would be refused
+    flip(victim, rng.randrange(8 * victim.stat().st_size))
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
 
 
 # What was learned
@@ -178,8 +192,8 @@ def test_the_job_has_what_a_resume_may_get_wrong(undisturbed: Path) -> None:
 class Chain:
     """Lives of one experiment, in one run folder after another."""
 
-    def __init__(self, root: Path, undisturbed: Path) -> None:
-        self.root, self.wanted, self.rng = root, outcome(undisturbed), random.Random(0)
+    def __init__(self, root: Path, undisturbed: Path, seed: int) -> None:
+        self.root, self.wanted, self.rng = root, outcome(undisturbed), random.Random(seed)
         self.landed: dict[str, Counter[str]] = {mode: Counter() for mode in MODES}
         self.num_lives = self.num_runs = self.num_damaged = 0
         self._next_run()
@@ -190,16 +204,15 @@ class Chain:
 
     def kill(self) -> None:
         """One more life, which is to be killed; the modes take turns."""
-        mode = MODES[self.num_kills % 2]
-        if mode == "by time":
-            moment = self.rng.choice(["starting", "training", "training", "training"])
-            self._live(mode, "--tell", moment, seconds=self.rng.uniform(0, 0.8))
-        else:
-            aimed = len(good_checkpoints(self.folder)) > 1 and self.rng.random() < 0.4
-            if aimed:  # so that the run goes back, and renames over what is there
-                self._damage()
-            call = self.rng.randint(*(7, 22) if aimed else (1, 45))  # a save makes eight, and six more where it prunes
-            self._live(mode, "--die-at", str(call), *["--after"] * self.rng.randint(0, 1))
+        turn, mode = divmod(self.num_kills, 2)
+        if MODES[mode] == "by time":
+            moment = TURNS[turn % len(TURNS)]
+            self._live(MODES[mode], "--tell", moment, seconds=self.rng.uniform(0, MOMENTS[moment]))
+            return
+        calls = (RENAMES, DISK_CALLS)[turn % 2]
+        if aimed := len(good_checkpoints(self.folder)) > 1 and self.rng.random() < 0.4:
+            self._damage()  # so that the run goes back, and renames over what is there
+        self._live(MODES[mode], "--die-at", str(self.rng.randint(*BOUNDS[calls][aimed])), *calls, *["--after"] * self.rng.randint(0, 1))
 
     def finish(self) -> None:
         self._live(None)
@@ -216,7 +229,7 @@ class Chain:
 
     def _live(self, mode: str | None, *arguments: str, seconds: float | None = None) -> None:
         self.num_lives += 1
-        num_events = len(events(self.folder))
+        num_events, broken = len(events(self.folder)), broken_checkpoints(self.folder)
         killed = live(self.folder, self.num_lives, *arguments, seconds=seconds)
         lived, good = events(self.folder)[num_events:], good_checkpoints(self.folder)
         plan = f"life {self.num_lives} ({arguments}, {seconds}) in {self.folder}"
@@ -226,7 +239,7 @@ class Chain:
         self.newest = step_of(good[0]) if good else 0
         if killed:
             assert mode is not None, f"nobody killed {plan}"
-            self.landed[mode][phase(self.folder, lived)] += 1
+            self.landed[mode][phase(self.folder, lived, broken)] += 1
         else:
             self._compare(plan)
 
@@ -249,7 +262,7 @@ class Chain:
 def test_killed_again_and_again_a_run_learns_the_same(
     num_kills: int, least_phases: int, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chain, started = Chain(tmp_path, undisturbed), time.monotonic()
+    chain, started = Chain(tmp_path, undisturbed, seed=num_kills), time.monotonic()
     while chain.num_kills < num_kills:
         assert chain.num_lives < 3 * num_kills, "most lives ended before their kill"
         chain.kill()
@@ -269,8 +282,6 @@ def test_a_broken_checkpoint_is_seen(undisturbed: Path, tmp_path: Path) -> None:
         for file in path.iterdir():
             (copy / file.name).write_bytes(file.read_bytes())
         assert good_checkpoints(tmp_path / name) == [copy]
-        data = bytearray((copy / name).read_bytes())
-        data[len(data) // 2] ^= 1
-        (copy / name).write_bytes(data)
+        flip(copy / name, 4 * (copy / name).stat().st_size)
         with pytest.raises(AssertionError, match="is broken"):
             good_checkpoints(tmp_path / name)
