@@ -109,13 +109,13 @@ def phase(folder: Path, lived: list[dict[str, Any]], broken_before: set[Path]) -
     """Where the last life was when it ended. lived: its events. broken_before: the checkpoints that were broken when it began."""
     resumed = [event["step"] for event in lived if event["event"] == "resumed"]
     saved = max((event["step"] for event in lived if event["event"] == "checkpoint_saved"), default=0)
-    staging, replaced = (list(folder.glob(f"checkpoints/.{what}-step-*")) for what in ("staging", "replaced"))
+    staging, replaced, removed = (list(folder.glob(f"checkpoints/.{what}-step-*")) for what in ("staging", "replaced", "removed"))
     newest = max(map(step_of, good_checkpoints(folder)), default=0)
     if not resumed:
         return STARTING
     if replaced:
         return REPLACED
-    if any(name.startswith(".removed-") for name in names):
+    if removed:
         return PRUNING
     if staging:
         return MANIFEST if (staging[0] / "manifest.json").exists() else STAGING

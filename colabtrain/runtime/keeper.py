@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from colabtrain.config import RunConfig
-from colabtrain.device import is_out_of_memory, machine, sync_to_disk
+from colabtrain.device import is_out_of_memory, machine, release_memory, sync_to_disk
 from colabtrain.runtime import checkpoint, disk, manifest, resume
 from colabtrain.runtime.checkpoint import Buffers, Snapshot
 from colabtrain.runtime.diary import Diary
@@ -72,6 +72,7 @@ class Keeper:
         if found is not None:
             self.saved_step = found.step
             self._broken = {path for path in manifest.listed(self.folder) if path.name > found.path.name}
+            release_memory()  # what was read is the size of the buffers, which come with the first save
         self._look_for_room()
         self.pace.start()
         return self.saved_step
