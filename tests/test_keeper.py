@@ -119,6 +119,25 @@ def test_a_checkpoint_on_demand_is_of_now_though_one_is_being_written(tmp_path: 
     assert run.stop() == "stopped"
 
 
+def test_a_checkpoint_on_demand_is_the_one_that_is_due_at_the_same_step(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    """Where a step takes longer than a write, the one asked for would come too late at each step, and each step be saved."""
+    runs: list[Run] = []
+
+    def before_step(i: int) -> None:
+        if i == 2:
+            assert known.wait(SECONDS)
+            runs[0].checkpoint()
+        if i == 4:
+            slow_disk.go.set()
+        if i >= 4:
+            all_written()
+
+    known = threading.Event()
+    runs.append(start(ToyTask(9, before_step), tmp_path, checkpoint_every=3))
+    known.set()
+    assert runs[0].wait(SECONDS) == "finished" and saved_steps(tmp_path) == [3, 6, 9]
+
+
 def test_a_checkpoint_on_demand_is_made_while_the_run_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = iter([False, True])  # the first look is before the first step
 

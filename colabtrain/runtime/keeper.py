@@ -49,6 +49,7 @@ class Keeper:
         self._paths: list[Path] = []  # to go on from
         self._broken = set[Path]()  # known not to be
         self._buffers = Buffers()
+        self._taken_step = 0  # of the newest snapshot
         self._writer: threading.Thread | None = None  # the newest one
         self._held: list[Path] = []
         self._why = ""  # the last save failed
@@ -105,6 +106,8 @@ class Keeper:
     def save(self, step: int, recorder: Recorder) -> bool:
         """Save step `step` in the background; False if the one before is still being written: then ask again after the next step."""
         recorder.flush()
+        if self.busy and step == self._taken_step:
+            return True  # else one that was asked for would come due again and again, each time a step too late
         if self.busy:
             self.pace.postpone()
             return False
@@ -145,6 +148,7 @@ class Keeper:
         try:
             tensors, meta = _checked(self.task, self.task.state())
             snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size(), self._buffers)
+            self._taken_step = step
             blocked_seconds = time.perf_counter() - started
             writer = threading.Thread(target=self._write, args=(snapshot, blocked_seconds), name=THREAD_NAME, daemon=True)
             writer.start()
