@@ -33,7 +33,7 @@ Hook = Callable[[Path, int], object]
 LAST_SAVE_TRIES, RETRY_SECONDS = 3, 1.0
 WAIT_SECONDS = 0.5
 THREAD_NAME = "colabtrain-writer"
-MAY_PASS, NO_THREAD = (OSError, CheckpointError, TypeError, ValueError), "can't start new thread"  # may be better the next time
+MAY_PASS = (OSError, CheckpointError, TypeError, ValueError)  # may be better the next time
 
 
 class Keeper:
@@ -150,11 +150,13 @@ class Keeper:
             snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size(), self._buffers)
             self._taken_step = step
             blocked_seconds = time.perf_counter() - started
-            writer = threading.Thread(target=self._write, args=(snapshot, blocked_seconds), name=THREAD_NAME, daemon=True)
-            writer.start()
-            self._writer = writer
+            self._writer = threading.Thread(target=self._write, args=(snapshot, blocked_seconds), name=THREAD_NAME, daemon=True)
+            try:
+                self._writer.start()
+            except RuntimeError:  # no more threads for this process, or, in Python 3.12, its interpreter is about to end
+                self._write(snapshot, blocked_seconds)
         except Exception as error:
-            if not (isinstance(error, MAY_PASS) or is_out_of_memory(error) or str(error) == NO_THREAD):
+            if not (isinstance(error, MAY_PASS) or is_out_of_memory(error)):
                 raise
             self._failed(step, error)
         if said := self.pace.taken(time.perf_counter() - started):
@@ -178,7 +180,7 @@ class Keeper:
 
     def _write(self, snapshot: Snapshot, blocked_seconds: float) -> None:
         """Whatever goes wrong here is said; it is no reason to end the training."""
-        step, started, self._writer = snapshot.step, time.perf_counter(), threading.current_thread()
+        step, started = snapshot.step, time.perf_counter()
         try:
             path = checkpoint.write(self.folder, snapshot, self.diary.path)
         except Exception as error:
