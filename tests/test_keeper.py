@@ -312,6 +312,39 @@ def test_a_disk_without_room_is_said_before_the_first_step(tmp_path: Path, monke
     assert text.startswith("there is no room for a checkpoint: ") and "1 KiB free" in text
 
 
+UNSAVABLE: dict[str, tuple[Any, Any]] = {
+    "number": ("a", 5),
+    "None": ("a", None),
+    "no string": (3, torch.zeros(2)),
+    "reserved": ("__metadata__", torch.zeros(2)),
+    "sparse": ("a", torch.eye(2).to_sparse()),
+    "no data": ("a", torch.zeros(2, device="meta")),
+}
+
+
+@pytest.mark.parametrize("group", manifest.TENSOR_GROUPS)
+@pytest.mark.parametrize("what", UNSAVABLE)
+def test_a_state_that_cannot_be_saved_is_said_as_soon_as_it_is_seen(
+    what: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(ToyTask):
+        def state(self) -> Any:
+            tensors, meta = super().state()
+            if self.adam.state or not late:
+                tensors[group][name] = value
+            return tensors, meta
+
+    monkeypatch.setattr(keeper, "RETRY_SECONDS", 0.0)
+    name, value = UNSAVABLE[what]
+    words = rf"Odd\.state\(\) gave a {type(value).__name__} by the name {name!r} in '{group}'; it must give dense tensors"
+    for late in (False, True):  # before the first step; when an optimizer has a state
+        run = start(Odd(2, all_written), tmp_path / str(late), checkpoint_every=1)
+        with pytest.raises(RunFailed, match=words):
+            run.wait(SECONDS)
+        assert run.step == (2 if late else 0) and run.saved_step == 0
+        assert bool(events(run.folder, "checkpoint_failed")) == late
+
+
 # When it is due
 
 

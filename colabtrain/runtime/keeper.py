@@ -22,7 +22,7 @@ from torch import Tensor
 from colabtrain.config import RunConfig
 from colabtrain.device import is_out_of_memory, machine, sync_to_disk
 from colabtrain.runtime import checkpoint, disk, manifest, resume
-from colabtrain.runtime.checkpoint import Buffers, Snapshot
+from colabtrain.runtime.checkpoint import RESERVED, Buffers, Snapshot, is_plain
 from colabtrain.runtime.diary import Diary
 from colabtrain.runtime.manifest import TENSOR_GROUPS, CheckpointError
 from colabtrain.runtime.pace import Pace
@@ -260,4 +260,10 @@ def _checked(task: Task, answer: Any) -> tuple[Mapping[str, Mapping[str, Tensor]
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Mapping) and set(answer[0]) == set(TENSOR_GROUPS)):
         shown = f"a {type(answer).__name__}" if not isinstance(answer, tuple) else f"{len(answer)} values, not the tensors by these names"
         raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give ({{'trainable': {{...}}, 'optimizer': {{...}}}}, meta)")
+    for group, named in answer[0].items():
+        for name, tensor in named.items():
+            if not isinstance(name, str) or name == RESERVED or not is_plain(tensor):
+                shown = f"a {type(tensor).__name__} by the name {name!r} in {group!r}"
+                wanted = f"dense tensors that hold numbers, by names that are strings (and not {RESERVED!r})"
+                raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give {wanted}")
     return answer
