@@ -26,6 +26,7 @@ from colabtrain.runtime.diary import Diary
 from colabtrain.runtime.pace import MAX_BLOCKED_SHARE, WINDOW_SECONDS, Pace
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.run import Run, RunFailed
+from colabtrain.task import StepReport
 
 pytestmark = pytest.mark.colab
 
@@ -343,6 +344,22 @@ def test_a_state_that_cannot_be_saved_is_said_as_soon_as_it_is_seen(
             run.wait(SECONDS)
         assert run.step == (2 if late else 0) and run.saved_step == 0
         assert bool(events(run.folder, "checkpoint_failed")) == late
+
+
+def test_a_task_that_sets_the_default_device_is_saved_and_goes_on(tmp_path: Path) -> None:
+    """Buffers and random states are host memory whatever it is; `meta` stands for a GPU."""
+
+    class Sets(ToyTask):
+        def prepare(self) -> None:
+            super().prepare()
+            torch.set_default_device("meta")  # of this thread
+
+        def step(self, i: int, splits: int = 1) -> StepReport:
+            with torch.device("cpu"):
+                return super().step(i, splits)
+
+    assert start(Sets(2), tmp_path).wait(SECONDS) == "finished"
+    assert start(Sets(4), tmp_path).wait(SECONDS) == "finished" and saved_steps(tmp_path) == [2, 4]
 
 
 # When it is due

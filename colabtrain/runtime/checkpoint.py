@@ -69,7 +69,7 @@ def is_plain(value: object) -> bool:
 def _allocated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Views of one piece of memory, those of the largest elements first, so that all are aligned."""
     pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-    memory = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     views, at = dict[str, Tensor](), 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         views[name] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
