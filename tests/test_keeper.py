@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -449,6 +450,30 @@ def test_what_is_found_is_said_before_anything_is_loaded(tmp_path: Path) -> None
     with pytest.raises(RunFailed, match=r"no checkpoint in .* can be used"):
         start(Loads(4), tmp_path).wait(SECONDS)
     assert loading == [], "nobody waits for a model to hear that"
+
+
+@pytest.mark.parametrize("why", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error"), None])
+def test_checkpoints_that_cannot_be_seen_are_not_none(why: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of a disk that fails nor of a link to one that is not mounted: a fresh start would be a loss."""
+
+    def refuse(real: Callable[..., Any]) -> Callable[..., Any]:
+        def look(path: Any = ".") -> Any:
+            if why is not None and Path(path).name == "checkpoints":
+                raise why
+            return real(path)
+
+        return look
+
+    if why is None:
+        (tmp_path / "checkpoints").symlink_to(tmp_path / "not mounted")
+    else:
+        assert start(ToyTask(2), tmp_path).wait(SECONDS) == "finished"
+    before = events(tmp_path)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse(getattr(os, name)))
+    with pytest.raises(ValueError, match=r"^run_dir: whether there are checkpoints cannot be seen: .*'\S*/checkpoints'"):
+        start(ToyTask(4), tmp_path)
+    assert events(tmp_path) == before
 
 
 def jev_run(folder: Path, **options: Any) -> Run:

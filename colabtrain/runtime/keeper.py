@@ -72,7 +72,7 @@ class Keeper:
         found = resume.restore(self.task, self._paths, self.diary, recorder, self.config)
         if found is not None:
             self.saved_step = found.step
-            self._broken = {path for path in manifest.listed(self.folder) if path.name > found.path.name}
+            self._broken = {path for path in manifest.listed(self.folder) if manifest.number(path) > manifest.number(found.path)}
         self._look_for_room()
         self.pace.start()
         return self.saved_step

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from colabtrain.config import RunConfig
 from colabtrain.device import machine
-from colabtrain.runtime import checkpoint, manifest
+from colabtrain.runtime import checkpoint, disk, manifest
 from colabtrain.runtime.checkpoint import Checkpoint
 from colabtrain.runtime.diary import DIARY_FILE, Diary
 from colabtrain.runtime.manifest import CheckpointError, listed
@@ -30,11 +30,14 @@ def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]]
     task is prepared: with resume=False where there is any, else where identity() differs from what the newest says of it,
     but for what is `allowed`."""
     run = folder.parent
-    is_one, has_some = ((path / manifest.MANIFEST).exists() for path in (run, next(iter(listed(run)), run)))
+    try:
+        paths, in_run = listed(folder), listed(run)
+    except OSError as error:
+        raise ValueError(f"run_dir: whether there are checkpoints cannot be seen: {disk.explain(error, folder)}") from None
+    is_one, has_some = ((path / manifest.MANIFEST).exists() for path in (run, next(iter(in_run), run)))
     if is_one or has_some:  # the diary of a new run would spoil the checkpoint
         owner = run.parent.parent if is_one else run.parent
         raise ValueError(f"run_dir: {run} is part of the run in {owner}; give that folder to go on, or another one")
-    paths = listed(folder)
     if not resume and paths:
         raise ValueError(f"resume=False, but {folder} has checkpoints; give an empty run folder, or leave resume out")
     if not paths or identity is None:
