@@ -286,6 +286,24 @@ def test_a_weight_that_is_not_finite_never_becomes_the_newest_good_one(tmp_path:
     assert saved_steps(tmp_path) == [2] and "weight is not finite" in events(tmp_path, "checkpoint_failed")[0]["text"]
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_after_the_last_step_nothing_is_said_to_go_on(breaks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def before_step(i: int) -> None:
+        all_written()
+        if breaks and i == 3:
+            raise KeyError("a bug")
+
+    def write(folder: Path, snapshot: checkpoint.Snapshot, diary: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(keeper, "RETRY_SECONDS", 0.0)
+    with pytest.raises(RunFailed, match="a bug" if breaks else "step 4 could not be saved"):
+        start(ToyTask(4, before_step), tmp_path, checkpoint_every=2).wait(SECONDS)
+    said = [(event["step"], event["text"].endswith("; training goes on")) for event in events(tmp_path, "checkpoint_failed")]
+    assert said[0] == (2, True) and said[-1] == (3 if breaks else 4, False)
+
+
 def test_a_diary_that_the_disk_refuses_is_no_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps would be lost with the machine, and nobody would know."""
     diary, real = Diary(tmp_path), Path.open
@@ -510,6 +528,16 @@ def test_a_name_that_names_nothing_is_refused(fresh: bool, words: str, tmp_path:
     with pytest.raises(RunFailed, match=rf"allow_mismatch='config\.sed' names nothing that could differ; {words}"):
         jev_run(tmp_path, allow_mismatch=["config.sed"]).wait(SECONDS)
     assert len(events(tmp_path, "step")) == (0 if fresh else 3)
+
+
+def test_a_fingerprint_may_have_keys_that_are_no_strings(tmp_path: Path) -> None:
+    class Numbered(ToyTask):
+        def fingerprint(self) -> dict[Any, Any]:
+            return {1: (self.mark, 2)}
+
+    for steps in (2, 4):
+        assert start(Numbered(steps), tmp_path, allow_mismatch=["1"]).wait(SECONDS) == "finished"
+    assert start(Numbered(6), tmp_path).wait(SECONDS) == "finished" and saved_steps(tmp_path) == [2, 4, 6]
 
 
 def test_a_live_run_gives_way_to_one_that_accepts_the_difference(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class Keeper:
         self._writer: threading.Thread | None = None  # the newest one
         self._held: list[Path] = []
         self._why = ""  # the last save failed
+        self._then = "; training goes on"  # said with a failure
 
     @property
     def task(self) -> Task:
@@ -126,6 +127,7 @@ class Keeper:
 
     def save_last(self, step: int, recorder: Recorder) -> None:
         """Save before the run ends. Raises RuntimeError if that fails three times: nobody may believe it is safe."""
+        self._then = ""
         for attempt in range(LAST_SAVE_TRIES):
             if attempt:
                 time.sleep(RETRY_SECONDS)
@@ -138,6 +140,7 @@ class Keeper:
 
     def save_after_failure(self, step: int, recorder: Recorder) -> None:
         """Save what the steps before the failed one reached. Whatever goes wrong here must not hide the failure."""
+        self._then = ""
         try:
             self.save_now(step, recorder)
         except Exception as error:
@@ -174,7 +177,7 @@ class Keeper:
 
     def _failed(self, step: int, error: Exception) -> None:
         self._why = disk.explain(error, self.folder) if isinstance(error, OSError) else str(error) or type(error).__name__
-        self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {self._why}; training goes on", step=step)
+        self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {self._why}{self._then}", step=step)
 
     # The writer's thread
 
@@ -205,7 +208,7 @@ class Keeper:
             with self.hold(path):
                 self._hook(path, step)
         except BaseException as error:  # a sys.exit(), too
-            text = f"on_checkpoint failed at step {step:,}: {type(error).__name__}: {error}; training goes on"
+            text = f"on_checkpoint failed at step {step:,}: {type(error).__name__}: {error}{self._then}"
             self.diary.write("hook_failed", text, step=step, traceback=traceback.format_exc())
 
     # For any thread

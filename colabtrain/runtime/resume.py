@@ -94,7 +94,7 @@ def restore(task: Task, paths: Sequence[Path], diary: Diary, recorder: Recorder,
             _reject(diary, path, error)
     if paths:
         raise _none_can_be_used(paths[0].parent)
-    _check_known(config.allow_mismatch, task.fingerprint())
+    _check_known(config.allow_mismatch, _through_json(task.fingerprint()))
     return None
 
 
