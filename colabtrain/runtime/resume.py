@@ -23,6 +23,7 @@ from colabtrain.runtime.rng import set_rng_state
 from colabtrain.task import Grows, Task
 
 SHOWN = 6  # differences in an error
+PARTS = {"fingerprint": dict, "totals": dict, "rng": dict, "machine": dict, "num_steps": int}  # of state.json, besides the task's
 
 
 def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]] | None = None, allowed: Collection[str] = ()) -> None:
@@ -87,6 +88,7 @@ def restore(task: Task, paths: Sequence[Path], diary: Diary, recorder: Recorder,
     for path in paths:
         try:
             found = checkpoint.read(path)
+            _check_parts(found)
             _check(task, found, diary, config.allow_mismatch)
             _take(task, found, diary, recorder)
             return Found(path, found.step)
@@ -107,8 +109,16 @@ def _none_can_be_used(folder: Path) -> ValueError:
     return ValueError(f"no checkpoint in {folder} can be used (see the log); move the folder away to start anew")
 
 
+def _check_parts(found: Checkpoint) -> None:
+    for name, kind in PARTS.items():
+        if not isinstance(part := found.state.get(name), kind):
+            raise CheckpointError(f"{manifest.STATE}: {name} is a {type(part).__name__}, not a {kind.__name__}")
+    if found.step != manifest.number(found.path):
+        raise CheckpointError(f"{manifest.STATE}: step is {found.step:,}, which is not what the folder is named after")
+
+
 def _check(task: Task, found: Checkpoint, diary: Diary, allowed: Collection[str]) -> None:
-    mine, saved = _through_json(task.fingerprint()), dict(found.state["fingerprint"])
+    mine, saved = _through_json(task.fingerprint()), found.state["fingerprint"]
     if isinstance(task, Grows):
         saved = {**_through_json(task.before_it_was_recorded()), **saved}
     _check_known(allowed, {**saved, **mine})
@@ -137,7 +147,10 @@ def _take(task: Task, found: Checkpoint, diary: Diary, recorder: Recorder) -> No
         task.load(found.tensors, found.state["task"])
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    set_rng_state(rng)
+    try:
+        set_rng_state(rng)
+    except (*manifest.BROKEN, RuntimeError) as error:
+        raise CheckpointError(f"{manifest.STATE}: rng: {type(error).__name__}: {error}") from None
     recorder.totals |= totals
     diary.write("resumed", f"resumed from step {found.step:,} of checkpoint {found.path}", step=found.step)
     if (before := found.state["num_steps"]) != recorder.num_steps:
