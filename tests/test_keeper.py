@@ -209,6 +209,21 @@ def test_the_end_waits_for_the_hook(tmp_path: Path) -> None:
     assert run.wait(SECONDS) == "finished"
 
 
+def test_a_hook_that_hangs_is_said_once_and_at_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it does nothing newer is saved: nobody may train on for days without knowing."""
+    monkeypatch.setattr("colabtrain.runtime.pace.LATE_SECONDS", 0.0)
+    go, halt = threading.Event(), Halt(20)
+    run = start(ToyTask(10**6, halt), tmp_path, checkpoint_every=3, on_checkpoint=lambda path, step: go.wait(SECONDS))
+    assert halt.reached.wait(SECONDS) and run.saved_step == 3
+    (late,) = events(tmp_path, "checkpoint_late")
+    assert late["step"] >= 4 and late["text"].endswith("; training goes on, but nothing newer is saved until that is done")
+    halt.go.set()
+    assert run.stop(timeout=0.01) == "stopping"
+    assert any(event["text"].startswith("on_checkpoint is still at work 0.01 s after stop()") for event in events(tmp_path, "log"))
+    go.set()
+    assert run.wait(SECONDS) == "stopped" and run.saved_step == run.step
+
+
 def test_a_checkpoint_that_is_held_is_not_removed(tmp_path: Path) -> None:
     """As long as somebody reads its files: the hook, or what publishes it."""
     task, diary = ToyTask(9), Diary(tmp_path)
@@ -440,10 +455,14 @@ def test_one_that_cannot_be_taken_stays_due() -> None:
     clock = Clock()
     pace = Pace(RunConfig(checkpoint_every=10), clock)
     assert [step for step in range(1, 12) if pace.due(step)] == [10]
-    pace.postpone()
+    assert pace.postpone() is None
     assert pace.due(11) and pace.due(12)
+    clock.now += 301
+    assert [pace.postpone(), pace.postpone()] == [301, None], "said once"
     pace.taken(0.0)
-    assert not pace.due(13)
+    assert not pace.due(13) and pace.postpone() is None
+    clock.now += 400
+    assert pace.postpone() == 400
 
 
 # What a resume says and accepts

@@ -23,7 +23,7 @@ from colabtrain.config import RunConfig
 from colabtrain.device import is_out_of_memory, machine, sync_to_disk
 from colabtrain.runtime import checkpoint, disk, manifest, resume
 from colabtrain.runtime.checkpoint import RESERVED, Buffers, Snapshot, is_plain
-from colabtrain.runtime.diary import Diary
+from colabtrain.runtime.diary import Diary, duration
 from colabtrain.runtime.manifest import TENSOR_GROUPS, CheckpointError
 from colabtrain.runtime.pace import Pace
 from colabtrain.runtime.recorder import Recorder
@@ -51,6 +51,7 @@ class Keeper:
         self._buffers = Buffers()
         self._taken_step = 0  # of the newest snapshot
         self._writer: threading.Thread | None = None  # the newest one
+        self._in_hook = False
         self._held: list[Path] = []
         self._why = ""  # the last save failed
         self._then = "; training goes on"  # said with a failure
@@ -110,7 +111,9 @@ class Keeper:
         if self.busy and step == self._taken_step:
             return True  # else one that was asked for would come due again and again, each time a step too late
         if self.busy:
-            self.pace.postpone()
+            if (seconds := self.pace.postpone()) is not None:
+                text = f"{self.doing} after {duration(seconds)}; training goes on, but nothing newer is saved until that is done"
+                self.diary.write("checkpoint_late", text, step=step)
             return False
         if step != self.saved_step:
             self._take(step, recorder)
@@ -204,12 +207,15 @@ class Keeper:
     def _call_hook(self, path: Path, step: int) -> None:
         if self._hook is None:
             return
+        self._in_hook = True
         try:
             with self.hold(path):
                 self._hook(path, step)
         except BaseException as error:  # a sys.exit(), too
             text = f"on_checkpoint failed at step {step:,}: {type(error).__name__}: {error}{self._then}"
             self.diary.write("hook_failed", text, step=step, traceback=traceback.format_exc())
+        finally:
+            self._in_hook = False
 
     # For any thread
 
@@ -217,6 +223,11 @@ class Keeper:
     def busy(self) -> bool:
         """Whether a checkpoint is being written, or its hook is at work."""
         return self._writer is not None and self._writer.is_alive()
+
+    @property
+    def doing(self) -> str:
+        """What is at work, for people; "" if nothing is."""
+        return "" if not self.busy else "on_checkpoint is still at work" if self._in_hook else "a checkpoint is still being written"
 
     def drain(self) -> None:
         """Return when no checkpoint is being written any more."""
