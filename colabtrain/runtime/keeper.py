@@ -51,6 +51,9 @@ class Keeper:
         self._buffers = Buffers()
         self._taken_step = 0  # of the newest snapshot
         self._writer: threading.Thread | None = None  # the newest one
+        # Not the thread's is_alive(): an interrupt of join() calls it dead while it is not, in Python 3.11 and 3.12.
+        self._idle = threading.Event()
+        self._idle.set()
         self._in_hook = False
         self._held: list[Path] = []
         self._why = ""  # the last save failed
@@ -156,11 +159,12 @@ class Keeper:
             snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size(), self._buffers)
             self._taken_step = step
             blocked_seconds = time.perf_counter() - started
-            self._writer = threading.Thread(target=self._write, args=(snapshot, blocked_seconds), name=THREAD_NAME, daemon=True)
+            self._writer = threading.Thread(target=self._work, args=(snapshot, blocked_seconds), name=THREAD_NAME, daemon=True)
+            self._idle.clear()
             try:
                 self._writer.start()
             except RuntimeError:  # no more threads for this process, or, in Python 3.12, its interpreter is about to end
-                self._write(snapshot, blocked_seconds)
+                self._work(snapshot, blocked_seconds)
         except Exception as error:
             if not (isinstance(error, MAY_PASS) or is_out_of_memory(error)):
                 raise
@@ -183,6 +187,12 @@ class Keeper:
         self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {self._why}{self._then}", step=step)
 
     # The writer's thread
+
+    def _work(self, snapshot: Snapshot, blocked_seconds: float) -> None:
+        try:
+            self._write(snapshot, blocked_seconds)
+        finally:
+            self._idle.set()
 
     def _write(self, snapshot: Snapshot, blocked_seconds: float) -> None:
         """Whatever goes wrong here is said; it is no reason to end the training."""
@@ -222,7 +232,7 @@ class Keeper:
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being written, or its hook is at work."""
-        return self._writer is not None and self._writer.is_alive()
+        return not self._idle.is_set()
 
     @property
     def doing(self) -> str:
@@ -231,8 +241,8 @@ class Keeper:
 
     def drain(self) -> None:
         """Return when no checkpoint is being written any more."""
-        while (writer := self._writer) is not None and writer.is_alive():
-            writer.join(WAIT_SECONDS)  # an interrupt gets through between two
+        while not self._idle.wait(WAIT_SECONDS):
+            pass  # an interrupt gets through between two
 
     def is_me(self) -> bool:
         """Whether the calling thread is the writer's, which a save would wait for in vain."""
