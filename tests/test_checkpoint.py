@@ -422,6 +422,24 @@ def test_prune_neither_counts_nor_removes_later_ones(folder: Path) -> None:
     assert [path.name for path in listed(folder)] == [f"step-{step:08d}" for step in (60, 50, 3, 2)]
 
 
+def test_a_copy_that_a_person_keeps_is_no_checkpoint_and_stays(folder: Path) -> None:
+    shutil.copytree(save(folder, 1), folder / "step-00000001-best")
+    (folder / "step-00000002.txt").write_text("a note")
+    for step in (2, 3):
+        prune(save(folder, step), 1)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000001-best", "step-00000002.txt", "step-00000003"]
+    assert listed(folder) == [folder / "step-00000003"]
+
+
+def test_the_newest_is_the_one_of_the_latest_step_however_long_its_name(folder: Path) -> None:
+    paths = [save(folder, step) for step in (99_999_998, 99_999_999, 100_000_000)]
+    assert listed(folder) == paths[::-1]
+    prune(paths[-1], 2)
+    assert listed(folder) == paths[:0:-1]
+    prune(paths[1], 1)
+    assert listed(folder) == paths[:0:-1], "a later one is not removed"
+
+
 # Random state
 
 

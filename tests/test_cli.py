@@ -135,6 +135,9 @@ def test_verify_says_a_line_for_each_checkpoint(tmp_path: Path, data: Path) -> N
     assert ["the next start goes on from here" in line for line in lines] == [True] + [False] * (len(names) - 1)
     assert " step 6, " in lines[0] and " MB, 20" in lines[0]
 
+    status, one = verified(f"run/checkpoints/{names[-1]}")
+    assert status == 0 and one == lines[-1:], "the next start goes on from another one"
+
     optimizer = tmp_path / "run/checkpoints" / names[0] / "optimizer.safetensors"
     optimizer.write_bytes(optimizer.read_bytes()[:-1])
     status, lines = verified("run/checkpoints")

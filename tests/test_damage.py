@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import shutil
@@ -207,6 +208,29 @@ def test_a_state_too_deep_to_read_is_no_error_before_the_start(folder: Path) -> 
     (folder / "checkpoints" / SAVED[0] / "state.json").write_text("[" * 100_000)
     refuse(folder / "checkpoints", True, lambda: {"mark": "a"})
     assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
+
+
+PLANTED: dict[str, Any] = {
+    "fingerprint": [5, None, [1, 2]],
+    "totals": [5, [1]],
+    "rng": [5, {}, {"python": [3, [1], None], "torch": ""}, {"python": 5}],
+    "machine": [5, None],
+    "num_steps": ["x", None],
+    "step": [-1, 10**9],
+}
+
+
+@pytest.mark.parametrize(("part", "value"), [(part, value) for part, values in PLANTED.items() for value in values])
+def test_a_planted_state_with_right_hashes_gives_way_to_the_one_before(part: str, value: Any, folder: Path) -> None:
+    newest = folder / "checkpoints" / SAVED[0]
+    state = json.loads((newest / "state.json").read_text())
+    (newest / "state.json").write_text(json.dumps({**state, part: value}))
+    rehash(newest)
+    before = len(events(folder, "resumed"))
+    assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
+    (rejected,) = events(folder, "checkpoint_rejected")
+    assert rejected["name"] == SAVED[0] and rejected["reason"].startswith(f"state.json: {part}")
+    assert [event["step"] for event in events(folder, "resumed")[before:]] == [NUM_STEPS - 2]
 
 
 def test_damaged_ones_do_not_push_out_the_good_ones(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from colabtrain.runtime.diary import Diary
 from colabtrain.runtime.pace import MAX_BLOCKED_SHARE, WINDOW_SECONDS, Pace
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.run import Run, RunFailed
+from colabtrain.task import StepReport
 
 pytestmark = pytest.mark.colab
 
@@ -112,11 +115,58 @@ def test_a_checkpoint_on_demand_is_of_now_though_one_is_being_written(tmp_path: 
     halt.go.set()
     while run.step < 8:
         threading.Event().wait(0.001)
-    assert asking.is_alive() and slow_disk.writes == [3]
+    assert asking.is_alive()  # X
     slow_disk.go.set()
     asking.join(SECONDS)
     assert len(answers) == 1 and answers[0] >= 8
     assert run.stop() == "stopped"
+
+
+def test_a_checkpoint_on_demand_is_the_one_that_is_due_at_the_same_step(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    """Where a step takes longer than a write, the one asked for would come too late at each step, and each step be saved."""
+    runs: list[Run] = []
+
+    def before_step(i: int) -> None:
+        if i == 2:
+            assert known.wait(SECONDS)
+            runs[0].checkpoint()
+        if i == 4:
+            slow_disk.go.set()
+        if i >= 4:
+            all_written()
+
+    known = threading.Event()
+    runs.append(start(ToyTask(9, before_step), tmp_path, checkpoint_every=3))
+    known.set()
+    assert runs[0].wait(SECONDS) == "finished" and saved_steps(tmp_path) == [3, 6, 9]
+
+
+def test_a_wait_for_a_checkpoint_that_is_interrupted_does_not_mix_two_steps(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    """An interrupt of Thread.join() calls a live thread dead (Python 3.11 and 3.12): its buffers would be filled anew."""
+    weight = torch.zeros(3)
+
+    def before_step(i: int) -> None:
+        for halt in (first, second):
+            halt(i)
+        if i == 3:
+            weight.copy_(task.weight.detach())
+
+    first, second = Halt(4), Halt(8)
+    task = ToyTask(9, before_step)
+    run = start(task, tmp_path, checkpoint_every=3)
+    assert slow_disk.begun.wait(SECONDS) and first.reached.wait(SECONDS)
+    interrupting = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        run._keeper.drain()  # the last thing that checkpoint(wait=True) waits for
+    first.go.set()
+    assert second.reached.wait(SECONDS) and slow_disk.writes == [3], "the 6th is due, and waits"
+    slow_disk.go.set()
+    all_written()
+    second.go.set()
+    assert run.wait(SECONDS) == "finished"
+    found = checkpoint.read(tmp_path / "checkpoints/step-00000003")
+    assert torch.equal(found.tensors["trainable"]["weight"], weight)
 
 
 def test_a_checkpoint_on_demand_is_made_while_the_run_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +238,21 @@ def test_the_end_waits_for_the_hook(tmp_path: Path) -> None:
     assert run.wait(SECONDS) == "finished"
 
 
+def test_a_hook_that_hangs_is_said_once_and_at_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it does nothing newer is saved: nobody may train on for days without knowing."""
+    monkeypatch.setattr("colabtrain.runtime.pace.LATE_SECONDS", 0.0)
+    go, halt = threading.Event(), Halt(20)
+    run = start(ToyTask(10**6, halt), tmp_path, checkpoint_every=3, on_checkpoint=lambda path, step: go.wait(SECONDS))
+    assert halt.reached.wait(SECONDS) and run.saved_step == 3
+    (late,) = events(tmp_path, "checkpoint_late")
+    assert late["step"] >= 4 and late["text"].endswith("; training goes on, but nothing newer is saved until that is done")
+    halt.go.set()
+    assert run.stop(timeout=0.01) == "stopping"
+    assert any(event["text"].startswith("on_checkpoint is still at work 0.01 s after stop()") for event in events(tmp_path, "log"))
+    go.set()
+    assert run.wait(SECONDS) == "stopped" and run.saved_step == run.step
+
+
 def test_a_checkpoint_that_is_held_is_not_removed(tmp_path: Path) -> None:
     """As long as somebody reads its files: the hook, or what publishes it."""
     task, diary = ToyTask(9), Diary(tmp_path)
@@ -224,17 +289,31 @@ def test_an_error_that_nobody_thought_of_is_said_and_the_next_save_tried(tmp_pat
     assert "a bug" in events(tmp_path, "checkpoint_failed")[0]["text"]
 
 
-def test_a_process_that_may_have_no_more_threads_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, refused = threading.Thread.start, iter([True])
+NO_THREADS = ["can't start new thread", "can't create new thread at interpreter shutdown"]
+
+
+@pytest.mark.parametrize("why", NO_THREADS)
+def test_where_no_thread_can_be_had_the_training_thread_writes(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is what Python 3.12 says at its end: the last steps must be saved all the same."""
+    real = threading.Thread.start
 
     def start_thread(self: threading.Thread) -> None:
-        if self.name == keeper.THREAD_NAME and next(refused, False):
-            raise RuntimeError("can't start new thread")
+        if self.name == keeper.THREAD_NAME:
+            raise RuntimeError(why)
         real(self)
 
+    def hook(path: Path, step: int) -> None:
+        said.extend([threading.current_thread().name, runs[0].checkpoint(wait=True), runs[0].stop()])
+        with pytest.raises(RuntimeError, match="a hook must not wait"), runs[0].borrow():
+            pass
+
+    said: list[Any] = []
     monkeypatch.setattr(threading.Thread, "start", start_thread)
-    assert start(ToyTask(4, all_written), tmp_path, checkpoint_every=2).wait(SECONDS) == "finished"
-    assert [event["step"] for event in events(tmp_path, "checkpoint_failed")] == [2] and saved_steps(tmp_path) == [4]
+    halt = Halt(0)
+    runs = [colabtrain.start(task=LentTask(9, halt), run_dir=tmp_path, display=False, checkpoint_every=2, on_checkpoint=hook)]
+    halt.go.set()
+    assert runs[0].wait(SECONDS) == "stopped" and runs[0].saved_step == 2 and saved_steps(tmp_path) == [2]
+    assert said == ["colabtrain-train", 2, "stopping"] and not events(tmp_path, "checkpoint_failed") and not events(tmp_path, "hook_failed")
 
 
 def test_a_weight_that_is_not_finite_never_becomes_the_newest_good_one(tmp_path: Path) -> None:
@@ -249,6 +328,24 @@ def test_a_weight_that_is_not_finite_never_becomes_the_newest_good_one(tmp_path:
     with pytest.raises(RunFailed, match="step 4 could not be saved; the newest checkpoint is of step 2"):
         run.wait(SECONDS)
     assert saved_steps(tmp_path) == [2] and "weight is not finite" in events(tmp_path, "checkpoint_failed")[0]["text"]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_after_the_last_step_nothing_is_said_to_go_on(breaks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def before_step(i: int) -> None:
+        all_written()
+        if breaks and i == 3:
+            raise KeyError("a bug")
+
+    def write(folder: Path, snapshot: checkpoint.Snapshot, diary: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(keeper, "RETRY_SECONDS", 0.0)
+    with pytest.raises(RunFailed, match="a bug" if breaks else "step 4 could not be saved"):
+        start(ToyTask(4, before_step), tmp_path, checkpoint_every=2).wait(SECONDS)
+    said = [(event["step"], event["text"].endswith("; training goes on")) for event in events(tmp_path, "checkpoint_failed")]
+    assert said[0] == (2, True) and said[-1] == (3 if breaks else 4, False)
 
 
 def test_a_diary_that_the_disk_refuses_is_no_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +374,55 @@ def test_a_disk_without_room_is_said_before_the_first_step(tmp_path: Path, monke
     assert told == ["checkpoint_failed", "step", "step", "checkpoint_saved"] and asked[0] == 3 * 4
     text = events(tmp_path, "checkpoint_failed")[0]["text"]
     assert text.startswith("there is no room for a checkpoint: ") and "1 KiB free" in text
+
+
+UNSAVABLE: dict[str, tuple[Any, Any]] = {
+    "number": ("a", 5),
+    "None": ("a", None),
+    "no string": (3, torch.zeros(2)),
+    "reserved": ("__metadata__", torch.zeros(2)),
+    "sparse": ("a", torch.eye(2).to_sparse()),
+    "no data": ("a", torch.zeros(2, device="meta")),
+}
+
+
+@pytest.mark.parametrize("group", manifest.TENSOR_GROUPS)
+@pytest.mark.parametrize("what", UNSAVABLE)
+def test_a_state_that_cannot_be_saved_is_said_as_soon_as_it_is_seen(
+    what: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(ToyTask):
+        def state(self) -> Any:
+            tensors, meta = super().state()
+            if self.adam.state or not late:
+                tensors[group][name] = value
+            return tensors, meta
+
+    monkeypatch.setattr(keeper, "RETRY_SECONDS", 0.0)
+    name, value = UNSAVABLE[what]
+    words = rf"Odd\.state\(\) gave a {type(value).__name__} by the name {name!r} in '{group}'; it must give dense tensors"
+    for late in (False, True):  # before the first step; when an optimizer has a state
+        run = start(Odd(2, all_written), tmp_path / str(late), checkpoint_every=1)
+        with pytest.raises(RunFailed, match=words):
+            run.wait(SECONDS)
+        assert run.step == (2 if late else 0) and run.saved_step == 0
+        assert bool(events(run.folder, "checkpoint_failed")) == late
+
+
+def test_a_task_that_sets_the_default_device_is_saved_and_goes_on(tmp_path: Path) -> None:
+    """Buffers and random states are host memory whatever it is; `meta` stands for a GPU."""
+
+    class Sets(ToyTask):
+        def prepare(self) -> None:
+            super().prepare()
+            torch.set_default_device("meta")  # of this thread
+
+        def step(self, i: int, splits: int = 1) -> StepReport:
+            with torch.device("cpu"):
+                return super().step(i, splits)
+
+    assert start(Sets(2), tmp_path).wait(SECONDS) == "finished"
+    assert start(Sets(4), tmp_path).wait(SECONDS) == "finished" and saved_steps(tmp_path) == [2, 4]
 
 
 # When it is due
@@ -338,10 +484,14 @@ def test_one_that_cannot_be_taken_stays_due() -> None:
     clock = Clock()
     pace = Pace(RunConfig(checkpoint_every=10), clock)
     assert [step for step in range(1, 12) if pace.due(step)] == [10]
-    pace.postpone()
+    assert pace.postpone() is None
     assert pace.due(11) and pace.due(12)
+    clock.now += 301
+    assert [pace.postpone(), pace.postpone()] == [301, None], "said once"
     pace.taken(0.0)
-    assert not pace.due(13)
+    assert not pace.due(13) and pace.postpone() is None
+    clock.now += 400
+    assert pace.postpone() == 400
 
 
 # What a resume says and accepts
@@ -366,6 +516,30 @@ def test_what_is_found_is_said_before_anything_is_loaded(tmp_path: Path) -> None
     with pytest.raises(RunFailed, match=r"no checkpoint in .* can be used"):
         start(Loads(4), tmp_path).wait(SECONDS)
     assert loading == [], "nobody waits for a model to hear that"
+
+
+@pytest.mark.parametrize("why", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error"), None])
+def test_checkpoints_that_cannot_be_seen_are_not_none(why: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of a disk that fails nor of a link to one that is not mounted: a fresh start would be a loss."""
+
+    def refuse(real: Callable[..., Any]) -> Callable[..., Any]:
+        def look(path: Any = ".") -> Any:
+            if why is not None and Path(path).name == "checkpoints":
+                raise why
+            return real(path)
+
+        return look
+
+    if why is None:
+        (tmp_path / "checkpoints").symlink_to(tmp_path / "not mounted")
+    else:
+        assert start(ToyTask(2), tmp_path).wait(SECONDS) == "finished"
+    before = events(tmp_path)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse(getattr(os, name)))
+    with pytest.raises(ValueError, match=r"^run_dir: whether there are checkpoints cannot be seen: .*'\S*/checkpoints'"):
+        start(ToyTask(4), tmp_path)
+    assert events(tmp_path) == before
 
 
 def jev_run(folder: Path, **options: Any) -> Run:
@@ -402,6 +576,16 @@ def test_a_name_that_names_nothing_is_refused(fresh: bool, words: str, tmp_path:
     with pytest.raises(RunFailed, match=rf"allow_mismatch='config\.sed' names nothing that could differ; {words}"):
         jev_run(tmp_path, allow_mismatch=["config.sed"]).wait(SECONDS)
     assert len(events(tmp_path, "step")) == (0 if fresh else 3)
+
+
+def test_a_fingerprint_may_have_keys_that_are_no_strings(tmp_path: Path) -> None:
+    class Numbered(ToyTask):
+        def fingerprint(self) -> dict[Any, Any]:
+            return {1: (self.mark, 2)}
+
+    for steps in (2, 4):
+        assert start(Numbered(steps), tmp_path, allow_mismatch=["1"]).wait(SECONDS) == "finished"
+    assert start(Numbered(6), tmp_path).wait(SECONDS) == "finished" and saved_steps(tmp_path) == [2, 4, 6]
 
 
 def test_a_live_run_gives_way_to_one_that_accepts_the_difference(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ STATES = {
 BAD_EVENTS = (
     "failed",
     "checkpoint_failed",
+    "checkpoint_late",
     "checkpoint_rejected",
     "lines_lost",
     "set_aside",
@@ -94,7 +95,7 @@ class View:
                 self.preparing = next(iter(plain_lines(str(event.get("text") or ""))), "")
             elif kind == "checkpoint_saved":
                 self.saved_step, self.not_saved = _whole(event.get("step")), ""
-            elif kind == "checkpoint_failed":
+            elif kind in ("checkpoint_failed", "checkpoint_late"):
                 self.not_saved = " ".join(plain_lines(str(event.get("text") or "")))
             self.counts[str(kind)] += 1
             self._log(event)

@@ -27,6 +27,7 @@ from colabtrain.runtime.rng import rng_state
 
 Groups = Mapping[str, Mapping[str, Tensor]]
 COPY_BYTES = 2**20
+RESERVED = "__metadata__"  # no name for a tensor: safetensors writes it and cannot read it
 
 
 class Buffers:
@@ -60,10 +61,15 @@ class Buffers:
             event.synchronize()
 
 
+def is_plain(value: object) -> bool:
+    """Whether it is a tensor whose numbers lie in memory one after the other, once it is copied."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
+
+
 def _allocated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Views of one piece of memory, those of the largest elements first, so that all are aligned."""
     pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-    memory = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     views, at = dict[str, Tensor](), 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         views[name] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -22,8 +22,8 @@ from torch import Tensor
 from colabtrain.config import RunConfig
 from colabtrain.device import is_out_of_memory, machine, release_memory, sync_to_disk
 from colabtrain.runtime import checkpoint, disk, manifest, resume
-from colabtrain.runtime.checkpoint import Buffers, Snapshot
-from colabtrain.runtime.diary import Diary
+from colabtrain.runtime.checkpoint import RESERVED, Buffers, Snapshot, is_plain
+from colabtrain.runtime.diary import Diary, duration
 from colabtrain.runtime.manifest import TENSOR_GROUPS, CheckpointError
 from colabtrain.runtime.pace import Pace
 from colabtrain.runtime.recorder import Recorder
@@ -33,7 +33,7 @@ Hook = Callable[[Path, int], object]
 LAST_SAVE_TRIES, RETRY_SECONDS = 3, 1.0
 WAIT_SECONDS = 0.5
 THREAD_NAME = "colabtrain-writer"
-MAY_PASS, NO_THREAD = (OSError, CheckpointError, TypeError, ValueError), "can't start new thread"  # may be better the next time
+MAY_PASS = (OSError, CheckpointError, TypeError, ValueError)  # may be better the next time
 
 
 class Keeper:
@@ -49,9 +49,15 @@ class Keeper:
         self._paths: list[Path] = []  # to go on from
         self._broken = set[Path]()  # known not to be
         self._buffers = Buffers()
+        self._taken_step = 0  # of the newest snapshot
         self._writer: threading.Thread | None = None  # the newest one
+        # Not the thread's is_alive(): an interrupt of join() calls it dead while it is not, in Python 3.11 and 3.12.
+        self._idle = threading.Event()
+        self._idle.set()
+        self._in_hook = False
         self._held: list[Path] = []
         self._why = ""  # the last save failed
+        self._then = "; training goes on"  # said with a failure
 
     @property
     def task(self) -> Task:
@@ -71,7 +77,7 @@ class Keeper:
         found = resume.restore(self.task, self._paths, self.diary, recorder, self.config)
         if found is not None:
             self.saved_step = found.step
-            self._broken = {path for path in manifest.listed(self.folder) if path.name > found.path.name}
+            self._broken = {path for path in manifest.listed(self.folder) if manifest.number(path) > manifest.number(found.path)}
             release_memory()  # what was read is the size of the buffers, which come with the first save
         self._look_for_room()
         self.pace.start()
@@ -106,8 +112,12 @@ class Keeper:
     def save(self, step: int, recorder: Recorder) -> bool:
         """Save step `step` in the background; False if the one before is still being written: then ask again after the next step."""
         recorder.flush()
+        if self.busy and step == self._taken_step:
+            return True  # else one that was asked for would come due again and again, each time a step too late
         if self.busy:
-            self.pace.postpone()
+            if (seconds := self.pace.postpone()) is not None:
+                text = f"{self.doing} after {duration(seconds)}; training goes on, but nothing newer is saved until that is done"
+                self.diary.write("checkpoint_late", text, step=step)
             return False
         if step != self.saved_step:
             self._take(step, recorder)
@@ -124,6 +134,7 @@ class Keeper:
 
     def save_last(self, step: int, recorder: Recorder) -> None:
         """Save before the run ends. Raises RuntimeError if that fails three times: nobody may believe it is safe."""
+        self._then = ""
         for attempt in range(LAST_SAVE_TRIES):
             if attempt:
                 time.sleep(RETRY_SECONDS)
@@ -136,6 +147,7 @@ class Keeper:
 
     def save_after_failure(self, step: int, recorder: Recorder) -> None:
         """Save what the steps before the failed one reached. Whatever goes wrong here must not hide the failure."""
+        self._then = ""
         try:
             self.save_now(step, recorder)
         except Exception as error:
@@ -146,12 +158,16 @@ class Keeper:
         try:
             tensors, meta = _checked(self.task, self.task.state())
             snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size(), self._buffers)
+            self._taken_step = step
             blocked_seconds = time.perf_counter() - started
-            writer = threading.Thread(target=self._write, args=(snapshot, blocked_seconds), name=THREAD_NAME, daemon=True)
-            writer.start()
-            self._writer = writer
+            self._writer = threading.Thread(target=self._work, args=(snapshot, blocked_seconds), name=THREAD_NAME, daemon=True)
+            self._idle.clear()
+            try:
+                self._writer.start()
+            except (RuntimeError, MemoryError):  # no more threads, or, from Python 3.12 on, an interpreter that is about to end
+                self._work(snapshot, blocked_seconds)
         except Exception as error:
-            if not (isinstance(error, MAY_PASS) or is_out_of_memory(error) or str(error) == NO_THREAD):
+            if not (isinstance(error, MAY_PASS) or is_out_of_memory(error)):
                 raise
             self._failed(step, error)
         if said := self.pace.taken(time.perf_counter() - started):
@@ -169,13 +185,19 @@ class Keeper:
 
     def _failed(self, step: int, error: Exception) -> None:
         self._why = disk.explain(error, self.folder) if isinstance(error, OSError) else str(error) or type(error).__name__
-        self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {self._why}; training goes on", step=step)
+        self.diary.write("checkpoint_failed", f"checkpoint of step {step:,} failed: {self._why}{self._then}", step=step)
 
     # The writer's thread
 
+    def _work(self, snapshot: Snapshot, blocked_seconds: float) -> None:
+        try:
+            self._write(snapshot, blocked_seconds)
+        finally:
+            self._idle.set()
+
     def _write(self, snapshot: Snapshot, blocked_seconds: float) -> None:
         """Whatever goes wrong here is said; it is no reason to end the training."""
-        step, started, self._writer = snapshot.step, time.perf_counter(), threading.current_thread()
+        step, started = snapshot.step, time.perf_counter()
         try:
             path = checkpoint.write(self.folder, snapshot, self.diary.path)
         except Exception as error:
@@ -196,24 +218,32 @@ class Keeper:
     def _call_hook(self, path: Path, step: int) -> None:
         if self._hook is None:
             return
+        self._in_hook = True
         try:
             with self.hold(path):
                 self._hook(path, step)
         except BaseException as error:  # a sys.exit(), too
-            text = f"on_checkpoint failed at step {step:,}: {type(error).__name__}: {error}; training goes on"
+            text = f"on_checkpoint failed at step {step:,}: {type(error).__name__}: {error}{self._then}"
             self.diary.write("hook_failed", text, step=step, traceback=traceback.format_exc())
+        finally:
+            self._in_hook = False
 
     # For any thread
 
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being written, or its hook is at work."""
-        return self._writer is not None and self._writer.is_alive()
+        return not self._idle.is_set()
+
+    @property
+    def doing(self) -> str:
+        """What is at work, for people; "" if nothing is."""
+        return "" if not self.busy else "on_checkpoint is still at work" if self._in_hook else "a checkpoint is still being written"
 
     def drain(self) -> None:
         """Return when no checkpoint is being written any more."""
-        while (writer := self._writer) is not None and writer.is_alive():
-            writer.join(WAIT_SECONDS)  # an interrupt gets through between two
+        while not self._idle.wait(WAIT_SECONDS):
+            pass  # an interrupt gets through between two
 
     def is_me(self) -> bool:
         """Whether the calling thread is the writer's, which a save would wait for in vain."""
@@ -255,4 +285,10 @@ def _checked(task: Task, answer: Any) -> tuple[Mapping[str, Mapping[str, Tensor]
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Mapping) and set(answer[0]) == set(TENSOR_GROUPS)):
         shown = f"a {type(answer).__name__}" if not isinstance(answer, tuple) else f"{len(answer)} values, not the tensors by these names"
         raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give ({{'trainable': {{...}}, 'optimizer': {{...}}}}, meta)")
+    for group, named in answer[0].items():
+        for name, tensor in named.items():
+            if not isinstance(name, str) or name == RESERVED or not is_plain(tensor):
+                shown = f"a {type(tensor).__name__} by the name {name!r} in {group!r}"
+                wanted = f"dense tensors that hold numbers, by names that are strings (and not {RESERVED!r})"
+                raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give {wanted}")
     return answer

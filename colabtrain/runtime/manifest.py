@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Collection, Mapping
@@ -20,6 +21,7 @@ from colabtrain.runtime.diary import DIARY_FILE
 
 MANIFEST, STATE, PREFIX = "manifest.json", "state.json", "step-"
 STAGING, REPLACED, REMOVED = ".staging-", ".replaced-", ".removed-"  # before the name of a folder that is no checkpoint yet, or no more
+NAME = re.compile(rf"{PREFIX}\d{{8,}}")
 TENSOR_GROUPS = ("trainable", "optimizer")
 TENSOR_FILES = tuple(f"{group}.safetensors" for group in TENSOR_GROUPS)
 FORMAT = 1
@@ -31,8 +33,20 @@ class CheckpointError(Exception):
 
 
 def listed(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
-    return sorted(folder.glob(f"{PREFIX}[0-9]*"), reverse=True) if folder.exists() else []
+    """Checkpoint folders, newest first. A copy by another name is the person's. Raises OSError where nobody can see whether there
+    are any (glob would say that there are none)."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        if folder.is_symlink():  # to a disk that is not mounted
+            raise
+        return []
+    return sorted((folder / name for name in names if NAME.fullmatch(name)), key=number, reverse=True)
+
+
+def number(path: Path) -> int:
+    """The step that a checkpoint folder is named after."""
+    return int(path.name.removeprefix(PREFIX))
 
 
 def write(path: Path) -> None:
@@ -99,10 +113,10 @@ def prune(newest: Path, keep: int, held: Collection[Path] = (), broken: Collecti
     One that is `broken`, or of a later step, is not counted: it could not be read when the run went back behind it, and
     must not push out the good ones. Raises OSError.
     """
-    earlier = [path for path in listed(newest.parent) if path.name <= newest.name]
+    earlier = [path for path in listed(newest.parent) if number(path) <= number(newest)]
     kept = [path for path in earlier if path not in broken][:keep]
     for path in earlier:
-        if path.name < kept[-1].name and path not in held:
+        if number(path) < number(kept[-1]) and path not in held:
             remove(path)
 
 

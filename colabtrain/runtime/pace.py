@@ -10,6 +10,7 @@ from colabtrain.config import RunConfig
 MAX_BLOCKED_SHARE = 0.035  # of the training time (CheckFreq, Mohan et al. 2021)
 LOW_BLOCKED_SHARE = MAX_BLOCKED_SHARE / 4  # from here on half the interval costs at most half of what is allowed
 WINDOW_SECONDS = 30.0  # a share of less time says nothing
+LATE_SECONDS = 300.0  # that one checkpoint keeps the next one waiting, until people should know
 
 
 class Pace:
@@ -19,7 +20,7 @@ class Pace:
         self._config, self._clock = config, clock
         self._taken_at, self._wait = clock(), config.first_checkpoint_seconds
         self._window_from, self._blocked = clock(), 0.0
-        self._overdue = False
+        self._overdue = self._said_late = False
         self._stretch = 1
 
     def start(self) -> None:
@@ -30,13 +31,19 @@ class Pace:
         every = self._config.checkpoint_every * self._stretch
         return self._overdue or step % every == 0 or self._clock() - self._taken_at >= self._wait
 
-    def postpone(self) -> None:
-        """The one that is due cannot be taken yet: it is due at the next step again."""
+    def postpone(self) -> float | None:
+        """The one that is due cannot be taken yet: it is due at the next step again. For how many seconds the one before has
+        kept it waiting, once for each that takes too long."""
         self._overdue = True
+        seconds = self._clock() - self._taken_at
+        if self._said_late or seconds < LATE_SECONDS:
+            return None
+        self._said_late = True
+        return seconds
 
     def taken(self, blocked_seconds: float) -> str:
         """A checkpoint was taken, which held up the training for `blocked_seconds`. What people should know, or ""."""
-        self._overdue, self._taken_at = False, self._clock()
+        self._overdue, self._said_late, self._taken_at = False, False, self._clock()
         self._blocked += blocked_seconds
         said = self._judge()
         self._wait = self._config.checkpoint_seconds * self._stretch

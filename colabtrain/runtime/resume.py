@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from colabtrain.config import RunConfig
 from colabtrain.device import machine
-from colabtrain.runtime import checkpoint, manifest
+from colabtrain.runtime import checkpoint, disk, manifest
 from colabtrain.runtime.checkpoint import Checkpoint
 from colabtrain.runtime.diary import DIARY_FILE, Diary
 from colabtrain.runtime.manifest import CheckpointError, listed
@@ -23,6 +23,7 @@ from colabtrain.runtime.rng import set_rng_state
 from colabtrain.task import Grows, Task
 
 SHOWN = 6  # differences in an error
+PARTS = {"fingerprint": dict, "totals": dict, "rng": dict, "machine": dict, "num_steps": int}  # of state.json, besides the task's
 
 
 def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]] | None = None, allowed: Collection[str] = ()) -> None:
@@ -30,11 +31,14 @@ def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]]
     task is prepared: with resume=False where there is any, else where identity() differs from what the newest says of it,
     but for what is `allowed`."""
     run = folder.parent
-    is_one, has_some = ((path / manifest.MANIFEST).exists() for path in (run, next(iter(listed(run)), run)))
+    try:
+        paths, in_run = listed(folder), listed(run)
+    except OSError as error:
+        raise ValueError(f"run_dir: whether there are checkpoints cannot be seen: {disk.explain(error, folder)}") from None
+    is_one, has_some = ((path / manifest.MANIFEST).exists() for path in (run, next(iter(in_run), run)))
     if is_one or has_some:  # the diary of a new run would spoil the checkpoint
         owner = run.parent.parent if is_one else run.parent
         raise ValueError(f"run_dir: {run} is part of the run in {owner}; give that folder to go on, or another one")
-    paths = listed(folder)
     if not resume and paths:
         raise ValueError(f"resume=False, but {folder} has checkpoints; give an empty run folder, or leave resume out")
     if not paths or identity is None:
@@ -84,6 +88,7 @@ def restore(task: Task, paths: Sequence[Path], diary: Diary, recorder: Recorder,
     for path in paths:
         try:
             found = checkpoint.read(path)
+            _check_parts(found)
             _check(task, found, diary, config.allow_mismatch)
             _take(task, found, diary, recorder)
             return Found(path, found.step)
@@ -91,7 +96,7 @@ def restore(task: Task, paths: Sequence[Path], diary: Diary, recorder: Recorder,
             _reject(diary, path, error)
     if paths:
         raise _none_can_be_used(paths[0].parent)
-    _check_known(config.allow_mismatch, task.fingerprint())
+    _check_known(config.allow_mismatch, _through_json(task.fingerprint()))
     return None
 
 
@@ -104,8 +109,16 @@ def _none_can_be_used(folder: Path) -> ValueError:
     return ValueError(f"no checkpoint in {folder} can be used (see the log); move the folder away to start anew")
 
 
+def _check_parts(found: Checkpoint) -> None:
+    for name, kind in PARTS.items():
+        if not isinstance(part := found.state.get(name), kind):
+            raise CheckpointError(f"{manifest.STATE}: {name} is a {type(part).__name__}, not a {kind.__name__}")
+    if found.step != manifest.number(found.path):
+        raise CheckpointError(f"{manifest.STATE}: step is {found.step:,}, which is not what the folder is named after")
+
+
 def _check(task: Task, found: Checkpoint, diary: Diary, allowed: Collection[str]) -> None:
-    mine, saved = _through_json(task.fingerprint()), dict(found.state["fingerprint"])
+    mine, saved = _through_json(task.fingerprint()), found.state["fingerprint"]
     if isinstance(task, Grows):
         saved = {**_through_json(task.before_it_was_recorded()), **saved}
     _check_known(allowed, {**saved, **mine})
@@ -134,7 +147,10 @@ def _take(task: Task, found: Checkpoint, diary: Diary, recorder: Recorder) -> No
         task.load(found.tensors, found.state["task"])
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    set_rng_state(rng)
+    try:
+        set_rng_state(rng)
+    except (*manifest.BROKEN, RuntimeError) as error:
+        raise CheckpointError(f"{manifest.STATE}: rng: {type(error).__name__}: {error}") from None
     recorder.totals |= totals
     diary.write("resumed", f"resumed from step {found.step:,} of checkpoint {found.path}", step=found.step)
     if (before := found.state["num_steps"]) != recorder.num_steps:

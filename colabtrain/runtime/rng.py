@@ -44,4 +44,4 @@ def _encode(tensor: Tensor) -> str:
 
 
 def _decode(text: str) -> Tensor:
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8, device="cpu")

@@ -137,7 +137,7 @@ class Run:
         check_timeout("stop", timeout)
         self._controls.stop()
         if wait and not self._await_end(timeout) and timeout is not None:
-            late = "a checkpoint is still being written" if self._keeper.busy else f"step {self.step + 1:,} has not ended"
+            late = self._keeper.doing or f"step {self.step + 1:,} has not ended"
             self.diary.log(f"{late} {timeout:g} s after stop(); the run stops when that is done")
         return self.state
 

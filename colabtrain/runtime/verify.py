@@ -17,7 +17,7 @@ def verify(run: Path) -> Iterator[tuple[str, bool]]:
     """
     if not run.is_dir():
         raise ValueError(f"verify: {str(run)!r} is no folder; give the folder of a run")
-    first = True
+    first = not _is_one(run)  # which one is the newest is not seen from a single one
     for path in _paths(run):
         try:
             size, written = manifest.num_bytes(path), (path / manifest.MANIFEST).stat().st_mtime
@@ -32,7 +32,11 @@ def verify(run: Path) -> Iterator[tuple[str, bool]]:
         yield f"{path.name}  good  step {int(state['step']):,}, {size / 1e6:,.1f} MB, {when}{mark}", True
 
 
+def _is_one(run: Path) -> bool:
+    return (run / manifest.MANIFEST).exists()
+
+
 def _paths(run: Path) -> list[Path]:
-    if (run / manifest.MANIFEST).exists():
+    if _is_one(run):
         return [run]
     return manifest.listed(run / "checkpoints") or manifest.listed(run)
