@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def main() -> None:
     torch.set_num_threads(1)
     random.seed(0), numpy.random.seed(0), torch.manual_seed(0)  # what a resume must replace
     model, records = colabtrain.MMJev.tiny(0), help_desk(NUM_RECORDS)
+    write_late()
     train_with_faults({"training": 1, "ending": STEPS}.get(wanted.tell, 0))
     if wanted.die_at:
         die_at(int(wanted.die_at[0]), wanted.die_at[1:], wanted.after)
@@ -75,6 +77,23 @@ def tell() -> None:
     print("now", flush=True)
 
 
+TRAINER, STEPPED = set[int](), threading.Event()
+
+
+def write_late() -> None:
+    """A slow disk: to any thread but the one that trains, a folder is there only after the next step, so that a save
+    which runs beside the training has every chance to take something from there."""
+    mkdir = os.mkdir
+
+    def slow_mkdir(*arguments: Any, **named: Any) -> None:
+        if TRAINER and threading.get_ident() not in TRAINER:
+            STEPPED.clear()
+            STEPPED.wait(0.5)  # there may be no next one
+        mkdir(*arguments, **named)
+
+    os.mkdir = slow_mkdir
+
+
 def train_with_faults(tell_at: int) -> None:
     """A scaler in use, as on a card without bfloat16; gradients that are not finite; memory that runs out; draws from
     the global generators, as of a person's augmentation. tell_at: 1 for the first step of this life, STEPS for the last one."""
@@ -85,11 +104,13 @@ def train_with_faults(tell_at: int) -> None:
         self.optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=GROWTH_INTERVAL)
 
     def faulty_step(self: ElasticTask, i: int, splits: int = 1) -> StepReport:
+        TRAINER.add(threading.get_ident())
         if next(steps) == tell_at == 1:
             tell()
         with faulty_gradient(self.model, i if splits == 1 else -1):
             report = step(self, i, splits)
         random.random(), numpy.random.rand(), torch.rand(1)
+        STEPPED.set()
         if i + 1 == tell_at == STEPS:
             tell()
         return report

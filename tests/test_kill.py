@@ -36,7 +36,7 @@ STAGING, MANIFEST = "staging: no manifest yet", "manifest written, not renamed"
 REPLACED, RENAMED, PRUNING = "renamed over an older one", "renamed, not yet pruned", "pruning"
 ENDING = "ending: after the last save"
 PHASES = (STARTING, TRAINING, STAGING, MANIFEST, REPLACED, RENAMED, PRUNING, ENDING)
-MOMENTS = {"training": 0.8, "starting": 0.15, "ending": 0.4}  # what the child tells, and the seconds up to which it lives on
+MOMENTS = {"training": 0.8, "starting": 0.05, "ending": 0.1}  # what the child tells, and the seconds up to which it lives on
 TURNS = ("training", "starting", "training", "ending", "training", "training")
 RENAMES = ("replace", "rename")
 DISK_CALLS = (*RENAMES, "fsync", "unlink", "rmdir")
@@ -204,15 +204,15 @@ class Chain:
 
     def kill(self) -> None:
         """One more life, which is to be killed; the modes take turns."""
-        turn, mode = divmod(self.num_kills, 2)
+        turn, mode = divmod(self.num_kills, len(MODES))
         if MODES[mode] == "by time":
             moment = TURNS[turn % len(TURNS)]
             self._live(MODES[mode], "--tell", moment, seconds=self.rng.uniform(0, MOMENTS[moment]))
             return
-        calls = (RENAMES, DISK_CALLS)[turn % 2]
+        calls, after = (RENAMES, DISK_CALLS)[turn % 2], turn % 4 in (0, 3)
         if aimed := len(good_checkpoints(self.folder)) > 1 and self.rng.random() < 0.4:
             self._damage()  # so that the run goes back, and renames over what is there
-        self._live(MODES[mode], "--die-at", str(self.rng.randint(*BOUNDS[calls][aimed])), *calls, *["--after"] * self.rng.randint(0, 1))
+        self._live(MODES[mode], "--die-at", str(self.rng.randint(*BOUNDS[calls][aimed])), *calls, *["--after"] * after)
 
     def finish(self) -> None:
         self._live(None)
