@@ -27,7 +27,6 @@ from colabtrain.runtime.rng import rng_state
 
 Groups = Mapping[str, Mapping[str, Tensor]]
 COPY_BYTES = 2**20
-RESERVED = "__metadata__"  # no name for a tensor: safetensors writes it and cannot read it
 
 
 class Buffers:
@@ -59,11 +58,6 @@ class Buffers:
         """Return when the copies are complete."""
         for event in self._copied:
             event.synchronize()
-
-
-def is_plain(value: object) -> bool:
-    """Whether it is a tensor whose numbers lie in memory one after the other, once it is copied."""
-    return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
 
 
 def _allocated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

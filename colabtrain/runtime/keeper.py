@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 import traceback
@@ -17,14 +16,12 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from colabtrain.config import RunConfig
 from colabtrain.device import is_out_of_memory, machine, release_memory, sync_to_disk
-from colabtrain.runtime import checkpoint, disk, manifest, resume
-from colabtrain.runtime.checkpoint import RESERVED, Buffers, Snapshot, is_plain
+from colabtrain.runtime import checkpoint, disk, manifest, resume, task_state
+from colabtrain.runtime.checkpoint import Buffers, Snapshot
 from colabtrain.runtime.diary import Diary, duration
-from colabtrain.runtime.manifest import TENSOR_GROUPS, CheckpointError
+from colabtrain.runtime.manifest import CheckpointError
 from colabtrain.runtime.pace import Pace
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.task import Task
@@ -156,7 +153,7 @@ class Keeper:
     def _take(self, step: int, recorder: Recorder) -> None:
         started = time.perf_counter()
         try:
-            tensors, meta = _checked(self.task, self.task.state())
+            tensors, meta = task_state.checked(self.task, self.task.state())
             snapshot = checkpoint.capture(step, tensors, self._state(meta, recorder), self.diary.size(), self._buffers)
             self._taken_step = step
             blocked_seconds = time.perf_counter() - started
@@ -266,29 +263,3 @@ class Keeper:
     def free(self) -> None:
         """Let go of the task and the hook."""
         self._task = self._hook = None
-
-
-def check_state(task: Task) -> None:
-    """Raise ValueError where what state() gives cannot be saved: before the first step, not when it is to be kept."""
-    try:
-        answer = task.state()
-    except Exception:  # it may need a step that was made
-        return
-    _, meta = _checked(task, answer)
-    try:
-        json.dumps(meta)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{type(task).__name__}.state() gave a meta that JSON cannot hold: {error}") from None
-
-
-def _checked(task: Task, answer: Any) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Mapping) and set(answer[0]) == set(TENSOR_GROUPS)):
-        shown = f"a {type(answer).__name__}" if not isinstance(answer, tuple) else f"{len(answer)} values, not the tensors by these names"
-        raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give ({{'trainable': {{...}}, 'optimizer': {{...}}}}, meta)")
-    for group, named in answer[0].items():
-        for name, tensor in named.items():
-            if not isinstance(name, str) or name == RESERVED or not is_plain(tensor):
-                shown = f"a {type(tensor).__name__} by the name {name!r} in {group!r}"
-                wanted = f"dense tensors that hold numbers, by names that are strings (and not {RESERVED!r})"
-                raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give {wanted}")
-    return answer

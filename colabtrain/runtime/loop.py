@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from colabtrain.config import RunConfig
 from colabtrain.device import is_dead, release_memory
 from colabtrain.runtime.diary import Diary, duration
-from colabtrain.runtime.keeper import Keeper, check_state
+from colabtrain.runtime.keeper import Keeper
 from colabtrain.runtime.recorder import Recorder
 from colabtrain.runtime.retry import Retry
+from colabtrain.runtime.task_state import check_state
 from colabtrain.task import Describes, Diagnoses, Ends, Evaluates, Says, Task
 
 
