@@ -106,7 +106,7 @@ def test_a_dead_device_is_left_alone(kind: type[Exception], tmp_path: Path, monk
     halt.go.set()
     with pytest.raises(RunFailed, match="device-side assert"):
         run.wait(SECONDS)
-    assert task.asked == 2 and run.saved_step == 5 and run.needs_restart  # a look before the first step, the save at step 5, and none after
+    assert task.asked == 3 and run.saved_step == 5 and run.needs_restart  # two looks before the first step, the save at step 5, none after
     assert events(tmp_path, "oom") == [] and "empty_cache" not in calls and "synchronize" not in calls
     failed = events(tmp_path, "failed")[0]
     assert failed["needs_restart"] is True
@@ -119,7 +119,7 @@ def test_a_dead_device_in_an_evaluation_ends_the_run(tmp_path: Path) -> None:
     run = start(task, tmp_path, eval_every=2)
     with pytest.raises(RunFailed, match="device-side assert"):
         run.wait(SECONDS)
-    assert run.needs_restart and run.step == 2 and task.asked == 1 and events(tmp_path, "evaluation_failed") == []
+    assert run.needs_restart and run.step == 2 and task.asked == 2 and events(tmp_path, "evaluation_failed") == []
 
 
 def test_a_failure_before_the_resume_names_the_checkpoint_that_is_there(tmp_path: Path) -> None:

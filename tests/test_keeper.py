@@ -241,11 +241,21 @@ def test_the_end_waits_for_the_hook(tmp_path: Path) -> None:
 def test_a_hook_that_hangs_is_said_once_and_at_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it does nothing newer is saved: nobody may train on for days without knowing."""
     monkeypatch.setattr("colabtrain.runtime.pace.LATE_SECONDS", 0.0)
-    go, halt = threading.Event(), Halt(20)
-    run = start(ToyTask(10**6, halt), tmp_path, checkpoint_every=3, on_checkpoint=lambda path, step: go.wait(SECONDS))
+
+    def before_step(i: int) -> None:
+        assert i != 4 or in_hook.wait(SECONDS)
+        halt(i)
+
+    def hook(path: Path, step: int) -> None:
+        in_hook.set()
+        assert go.wait(SECONDS)
+
+    go, in_hook, halt = threading.Event(), threading.Event(), Halt(20)
+    run = start(ToyTask(10**6, before_step), tmp_path, checkpoint_every=3, on_checkpoint=hook)
     assert halt.reached.wait(SECONDS) and run.saved_step == 3
     (late,) = events(tmp_path, "checkpoint_late")
-    assert late["step"] >= 4 and late["text"].endswith("; training goes on, but nothing newer is saved until that is done")
+    assert late["step"] == 6
+    assert late["text"] == "on_checkpoint is still at work after 0 s; training goes on, but nothing newer is saved until that is done"
     halt.go.set()
     assert run.stop(timeout=0.01) == "stopping"
     assert any(event["text"].startswith("on_checkpoint is still at work 0.01 s after stop()") for event in events(tmp_path, "log"))

@@ -145,7 +145,7 @@ def test_a_save_that_finds_no_memory_costs_that_save_alone(error: Exception, tmp
     class Full(ToyTask):
         def state(self) -> Any:
             self.asked += 1
-            if self.asked == 2:  # the first save; before it, state() was looked at once
+            if self.asked == 3:  # the first save; before it, state() was looked at twice
                 raise error
             return super().state()
 
