@@ -393,6 +393,7 @@ UNSAVABLE: dict[str, tuple[Any, Any]] = {
     "reserved": ("__metadata__", torch.zeros(2)),
     "sparse": ("a", torch.eye(2).to_sparse()),
     "no data": ("a", torch.zeros(2, device="meta")),
+    "complex128": ("a", torch.zeros(2, dtype=torch.complex128)),
 }
 
 
@@ -410,7 +411,8 @@ def test_a_state_that_cannot_be_saved_is_said_as_soon_as_it_is_seen(
 
     monkeypatch.setattr(keeper, "RETRY_SECONDS", 0.0)
     name, value = UNSAVABLE[what]
-    words = rf"Odd\.state\(\) gave a {type(value).__name__} by the name {name!r} in '{group}'; it must give dense tensors"
+    shown = f"tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+    words = rf"Odd\.state\(\) gave a {shown} by the name {name!r} in '{group}'; it must give dense tensors"
     for late in (False, True):  # before the first step; when an optimizer has a state
         run = start(Odd(2, all_written), tmp_path / str(late), checkpoint_every=1)
         with pytest.raises(RunFailed, match=words):
@@ -636,3 +638,44 @@ def test_a_run_on_a_mounted_network_folder_is_told_so(tmp_path: Path, monkeypatc
     monkeypatch.setattr(disk, "mount_warning", lambda folder: f"{folder} is on Google Drive")
     assert start(ToyTask(1), tmp_path).wait(SECONDS) == "finished"
     assert events(tmp_path)[0]["text"] == f"{tmp_path} is on Google Drive"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.bool, torch.uint16])
+def test_whatever_safetensors_can_hold_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    class Holds(ToyTask):
+        def state(self) -> Any:
+            tensors, meta = super().state()
+            tensors["optimizer"]["held"] = torch.ones(2).to(dtype)
+            return tensors, meta
+
+    assert start(Holds(1), tmp_path).wait(SECONDS) == "finished"
+    held = checkpoint.read(tmp_path / "checkpoints/step-00000001").tensors["optimizer"]["held"]
+    assert held.dtype == dtype and held.to(torch.complex64).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch for weight"), KeyError("weight"), TypeError("no"), AttributeError("no")])
+def test_a_checkpoint_that_a_task_cannot_load_gives_way_to_the_one_before(error: Exception, tmp_path: Path) -> None:
+    class Strict(ToyTask):
+        def load(self, tensors: Any, meta: Any) -> None:
+            if refused:
+                raise refused.pop()
+            super().load(tensors, meta)
+
+    refused: list[Exception] = []
+    assert start(Strict(4, all_written), tmp_path, checkpoint_every=2).wait(SECONDS) == "finished"
+    refused.append(error)
+    assert start(Strict(4), tmp_path).wait(SECONDS) == "finished"
+    (rejected,) = events(tmp_path, "checkpoint_rejected")
+    assert rejected["name"] == "step-00000004" and f"Strict.load(): {type(error).__name__}: {error}" in rejected["reason"]
+    assert events(tmp_path, "resumed")[-1]["step"] == 2
+
+
+def test_no_memory_for_a_checkpoint_is_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    class Full(ToyTask):
+        def load(self, tensors: Any, meta: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert start(ToyTask(2), tmp_path).wait(SECONDS) == "finished"
+    with pytest.raises(RunFailed, match="CUDA out of memory"):
+        start(Full(4), tmp_path).wait(SECONDS)
+    assert not events(tmp_path, "checkpoint_rejected")

@@ -47,7 +47,7 @@ class Buffers:
             self._layout = layout
         for group, tensors in named.items():
             for name, tensor in tensors.items():
-                self.tensors[group][name].copy_(tensor.detach(), non_blocking=True)
+                self.tensors[group][name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         self._copied = []
         for device in {device for *_, device in layout if device.type == "cuda"}:
             with torch.cuda.device(device):

@@ -30,7 +30,7 @@ Hook = Callable[[Path, int], object]
 LAST_SAVE_TRIES, RETRY_SECONDS = 3, 1.0
 WAIT_SECONDS = 0.5
 THREAD_NAME = "colabtrain-writer"
-MAY_PASS = (OSError, CheckpointError, TypeError, ValueError)  # may be better the next time
+MAY_PASS = (OSError, CheckpointError, TypeError, ValueError, RecursionError)  # may be better the next time
 
 
 class Keeper:

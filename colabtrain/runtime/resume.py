@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from colabtrain.config import RunConfig
-from colabtrain.device import machine
+from colabtrain.device import is_dead, is_out_of_memory, machine
 from colabtrain.runtime import checkpoint, disk, manifest
 from colabtrain.runtime.checkpoint import Checkpoint
 from colabtrain.runtime.diary import DIARY_FILE, Diary
@@ -147,6 +147,10 @@ def _take(task: Task, found: Checkpoint, diary: Diary, recorder: Recorder) -> No
         task.load(found.tensors, found.state["task"])
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:  # torch's load_state_dict() raises a RuntimeError
+        if is_out_of_memory(error) or is_dead(error):
+            raise
+        raise CheckpointError(f"{type(task).__name__}.load(): {type(error).__name__}: {error}") from None
     try:
         set_rng_state(rng)
     except (*manifest.BROKEN, RuntimeError) as error:

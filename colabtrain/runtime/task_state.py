@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from colabtrain.runtime.manifest import TENSOR_GROUPS
@@ -24,7 +27,7 @@ def check_state(task: Task) -> None:
     _, meta = checked(task, answer)
     try:
         json.dumps(meta)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{type(task).__name__}.state() gave a meta that JSON cannot hold: {error}") from None
 
 
@@ -36,12 +39,24 @@ def checked(task: Task, answer: Any) -> tuple[Mapping[str, Mapping[str, Tensor]]
     for group, named in answer[0].items():
         for name, tensor in named.items():
             if not isinstance(name, str) or name == RESERVED or not _is_plain(tensor):
-                shown = f"a {type(tensor).__name__} by the name {name!r} in {group!r}"
-                wanted = f"dense tensors that hold numbers, by names that are strings (and not {RESERVED!r})"
+                what = f"tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                shown = f"a {what} by the name {name!r} in {group!r}"
+                wanted = f"dense tensors of a dtype that safetensors can hold, by names that are strings (and not {RESERVED!r})"
                 raise ValueError(f"{type(task).__name__}.state() gave {shown}; it must give {wanted}")
     return answer
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it is a tensor whose numbers lie in memory one after the other, once it is copied."""
-    return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
+    """Whether it is a tensor whose numbers lie in memory one after the other, once it is copied, and of a kind that can be kept."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
+        return False
+    return _can_be_kept(value.dtype)
+
+
+@functools.cache
+def _can_be_kept(dtype: torch.dtype) -> bool:
+    """Whether safetensors writes and reads such numbers: not complex128, for one."""
+    try:
+        return load(save({"": torch.zeros(1, device="cpu").to(dtype)}))[""].dtype == dtype
+    except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError):
+        return False
