@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import platform
@@ -87,10 +88,13 @@ def _kept(package: str, error: BaseException | None, trace: TracebackType | None
 
 
 def release_memory() -> None:
-    """Give back what nothing holds any more: cycles to Python, cached blocks to the accelerator's driver."""
+    """Give back what nothing holds any more: cycles to Python, cached blocks to the accelerator's driver, the rest to the system."""
     gc.collect()
     if _cuda_in_use():
         sys.modules["torch"].cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc keeps what a thread freed, tensors of megabytes too
+        trim(0)
 
 
 def accelerator_bytes() -> int:

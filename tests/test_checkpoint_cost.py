@@ -29,13 +29,15 @@ from torch import Tensor
 from toy_task import ToyTask
 
 import colabtrain
+from colabtrain.config import RunConfig
 from colabtrain.runtime import checkpoint
 from colabtrain.runtime.checkpoint import Buffers, Groups, read
 from colabtrain.runtime.diary import Tail
-from colabtrain.runtime.keeper import THREAD_NAME
+from colabtrain.runtime.keeper import THREAD_NAME, Keeper
 
 BENCHMARK = Path(__file__).parent / "benchmarks" / "checkpoint_cost.py"
 sys.path.insert(0, str(BENCHMARK.parent))
+from checkpoint_cost import Saver, status  # noqa: E402
 from e4b_trained import SHAPES_FILE  # noqa: E402
 
 pytestmark = pytest.mark.colab
@@ -199,6 +201,26 @@ def test_saves_take_one_copy_of_the_state_in_memory(tmp_path: Path) -> None:
     assert found["state"] >= 100 * MIB
     assert found["first"] >= 0.6 * found["state"]  # some may lie where the step's gradient lay, a third of the state
     assert found["after"] <= 1.15 * found["state"]
+
+
+def test_what_a_resume_read_is_given_back(tmp_path: Path) -> None:
+    """On a thread of its own, as it is: the allocator keeps memory thread by thread."""
+    write_shapes(tmp_path, 100 * MIB)
+    saver = Saver(tmp_path)
+    saver.ours()
+    saver.keeper.close()
+    keeper, grown = Keeper(saver.task, saver.diary, tmp_path / "run", RunConfig()), list[int]()
+
+    def resume() -> None:
+        keeper.find(True)
+        before = status()["RssAnon"]
+        assert keeper.restore(saver.recorder) == 1
+        grown.append(status()["RssAnon"] - before)
+
+    worker = threading.Thread(target=resume)
+    worker.start()
+    worker.join(HOLD_SECONDS)
+    assert grown and grown[0] <= 0.1 * saver.task.num_bytes()
 
 
 # One step boundary

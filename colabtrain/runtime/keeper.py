@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from colabtrain.config import RunConfig
-from colabtrain.device import is_out_of_memory, machine
+from colabtrain.device import is_out_of_memory, machine, release_memory
 from colabtrain.runtime import checkpoint, disk, manifest, resume
 from colabtrain.runtime.checkpoint import Buffers, Snapshot
 from colabtrain.runtime.diary import Diary
@@ -68,6 +68,8 @@ class Keeper:
     def restore(self, recorder: Recorder) -> int:
         """Go on from the newest good checkpoint; returns its step, 0 on a fresh start. Raises ValueError as resume.restore()."""
         self.saved_step = resume.restore(self.task, self._paths, self.diary, recorder, self.config)
+        if self.saved_step:
+            release_memory()  # what was read is the size of the buffers, which come with the first save
         self.pace.start()
         return self.saved_step
 
