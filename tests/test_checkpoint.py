@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from colabtrain.runtime import checkpoint
-from colabtrain.runtime.checkpoint import Buffers, Groups, Snapshot, capture, read, write
+from colabtrain.runtime.buffers import Buffers, Groups
+from colabtrain.runtime.checkpoint import Snapshot, capture, read, write
 from colabtrain.runtime.manifest import CheckpointError, clear_staging, listed, prune
 from colabtrain.runtime.rng import rng_state, set_rng_state
 

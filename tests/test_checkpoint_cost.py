@@ -12,12 +12,14 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ from toy_task import ToyTask
 
 import colabtrain
 from colabtrain.config import RunConfig
-from colabtrain.runtime import checkpoint
-from colabtrain.runtime.checkpoint import Buffers, Groups, read
+from colabtrain.runtime import buffers, checkpoint
+from colabtrain.runtime.buffers import Buffers, Groups
+from colabtrain.runtime.checkpoint import read
 from colabtrain.runtime.diary import Tail
 from colabtrain.runtime.keeper import THREAD_NAME, Keeper
 
@@ -134,7 +137,7 @@ def one_less(of: dict[str, dict[str, Tensor]]) -> None:
 @pytest.fixture
 def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each group that got memory: how many tensors of other layouts were there still."""
-    real, mine, older, found = checkpoint._allocated, list[Any](), list[Any](), list[int]()
+    real, mine, older, found = buffers._allocated, list[Any](), list[Any](), list[int]()
 
     def allocate(tensors: Any) -> dict[str, Tensor]:
         if len(found) % len(checkpoint.TENSOR_GROUPS) == 0:
@@ -145,7 +148,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         mine.extend(weakref.ref(view) for view in views.values())
         return views
 
-    monkeypatch.setattr(checkpoint, "_allocated", allocate)
+    monkeypatch.setattr(buffers, "_allocated", allocate)
     return found
 
 
@@ -175,6 +178,25 @@ def same(one: Groups, other: Groups) -> bool:
     )
 
 
+def test_tensors_that_are_not_their_bytes_in_order_are_copied_as_what_they_are() -> None:
+    whole, complex_ = torch.randn(2, 4, 6, 3), torch.randn(4, dtype=torch.complex64)
+    kinds = {
+        "row": whole[1, 2],
+        "every second": whole[0, 0, ::2],
+        "transposed": whole.mT,
+        "expanded": whole[0, 0, 0, :1].expand(5),
+        "channels last": whole.to(memory_format=torch.channels_last),
+        "conjugated": complex_.conj(),
+        "negated": complex_.conj().imag,
+        "negated and in order": torch._neg_view(whole),
+        "trained": torch.nn.Parameter(whole.clone()),
+    }
+    buffers = Buffers()
+    buffers.fill({"trainable": kinds, "optimizer": {}})
+    assert same(buffers.tensors, {"trainable": {name: tensor.detach() for name, tensor in kinds.items()}, "optimizer": {}})
+    assert all(tensor.is_contiguous() for tensor in buffers.tensors["trainable"].values())
+
+
 def test_all_saves_of_a_run_use_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocated: list[int]) -> None:
     real, seen = checkpoint.capture, list[list[int]]()
 
@@ -193,13 +215,41 @@ def test_all_saves_of_a_run_use_the_same_memory(tmp_path: Path, monkeypatch: pyt
 # What it costs
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # thread_time() is of this one alone
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_save_takes_a_quarter_of_the_cpu_time_of_torch_save(tmp_path: Path, one_thread: None) -> None:
+    """In the training thread. CPU time: what else runs on the machine does not count."""
+    write_shapes(tmp_path, 60 * MIB)
+    saver = Saver(tmp_path)
+    saver.ours()  # allocates
+    spent: dict[str, list[float]] = {"plain": [], "ours": []}
+    for _ in range(9):
+        started = time.thread_time()
+        saver.begin()
+        spent["ours"].append(time.thread_time() - started)
+        saver.keeper.drain()
+        started = time.thread_time()
+        torch.save(saver.task.state()[0], tmp_path / "plain.pt")
+        spent["plain"].append(time.thread_time() - started)
+        (tmp_path / "plain.pt").unlink()
+    assert len(events(tmp_path / "run", "checkpoint_saved")) == 10
+    assert statistics.median(spent["ours"]) <= statistics.median(spent["plain"]) / 4
+
+
 def test_saves_take_one_copy_of_the_state_in_memory(tmp_path: Path) -> None:
     """In a process that does nothing else."""
     write_shapes(tmp_path, 100 * MIB)
     line = [sys.executable, str(BENCHMARK), "--folder", str(tmp_path), "--part", json.dumps(["memory", "ours"])]
     found = json.loads(subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, timeout=SECONDS).stdout)
     assert found["state"] >= 100 * MIB
-    assert found["first"] >= 0.95 * found["state"] and found["after"] <= 1.15 * found["state"]
+    assert found["first"] >= 0.6 * found["state"]  # some may lie where the step's gradient lay, a third of the state
+    assert found["after"] <= 1.15 * found["state"]
 
 
 def test_what_a_resume_read_is_given_back(tmp_path: Path) -> None:
@@ -270,3 +320,30 @@ def test_all_parts_are_of_one_step_though_the_writer_is_five_steps_late(tmp_path
     (wanted, wanted_state), (tensors, state) = parts_of(tmp_path / "a"), parts_of(tmp_path / "b")
     assert same(tensors, wanted) and state == wanted_state
     assert float(tensors["optimizer"]["step"]) == 4.0 and state["totals"]["tokens"] == 4 * 3
+
+
+def test_a_capture_does_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    groups = {"trainable": {"w": torch.randn(5, 3)}, "optimizer": {"step": torch.tensor(3.0)}}
+    filled = Buffers()
+    filled.fill(groups)
+    assert all(torch.equal(filled.tensors[group][name], tensor) for group, named in groups.items() for name, tensor in named.items())
+
+
+def test_a_tensor_that_means_more_than_its_bytes_is_not_moved_as_bytes() -> None:
+    class Doubled(torch.Tensor):
+        """Stands for one whose numbers are not what lies in memory."""
+
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_function__(function, types, args, kwargs or {})
+            if function is torch.Tensor.copy_:
+                args[0].mul_(2)
+            return result
+
+    filled = Buffers()
+    filled.fill({"trainable": {"w": torch.ones(3).as_subclass(Doubled)}, "optimizer": {}})
+    assert filled.tensors["trainable"]["w"].tolist() == [2.0, 2.0, 2.0]

@@ -21,54 +21,12 @@ from torch import Tensor
 
 from colabtrain.device import sync_to_disk
 from colabtrain.runtime import disk, manifest
+from colabtrain.runtime.buffers import Buffers, Groups
 from colabtrain.runtime.diary import DIARY_FILE
 from colabtrain.runtime.manifest import FORMAT, MANIFEST, PREFIX, REPLACED, STAGING, STATE, TENSOR_GROUPS, CheckpointError
 from colabtrain.runtime.rng import rng_state
 
-Groups = Mapping[str, Mapping[str, Tensor]]
 COPY_BYTES = 2**20
-
-
-class Buffers:
-    """Host memory for one copy of a run's tensors, used again for each checkpoint; pinned where they lie on a GPU."""
-
-    def __init__(self) -> None:
-        self._layout: list[Any] = []
-        self.tensors: dict[str, dict[str, Tensor]] = {}
-        self._copied: list[torch.cuda.Event] = []
-
-    def fill(self, groups: Groups) -> None:
-        """Copy `groups`. Copies from a GPU are under way on return, in the order of its stream: later steps cannot touch them."""
-        named = {group: dict(groups[group]) for group in TENSOR_GROUPS}
-        layout = [(group, name, t.dtype, t.shape, t.device) for group, tensors in named.items() for name, t in tensors.items()]
-        if layout != self._layout:
-            self._layout, self.tensors = [], {}  # the old ones go before the new ones come
-            self.tensors = {group: _allocated(tensors) for group, tensors in named.items()}
-            self._layout = layout
-        for group, tensors in named.items():
-            for name, tensor in tensors.items():
-                self.tensors[group][name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        self._copied = []
-        for device in {device for *_, device in layout if device.type == "cuda"}:
-            with torch.cuda.device(device):
-                self._copied.append(event := torch.cuda.Event())
-                event.record()
-
-    def wait(self) -> None:
-        """Return when the copies are complete."""
-        for event in self._copied:
-            event.synchronize()
-
-
-def _allocated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views of one piece of memory, those of the largest elements first, so that all are aligned."""
-    pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-    memory = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    views, at = dict[str, Tensor](), 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        views[name] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        at += tensor.nbytes
-    return views
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from typing import Any
 from colabtrain.config import RunConfig
 from colabtrain.device import is_out_of_memory, machine, release_memory, sync_to_disk
 from colabtrain.runtime import checkpoint, disk, manifest, resume, task_state
-from colabtrain.runtime.checkpoint import Buffers, Snapshot
+from colabtrain.runtime.buffers import Buffers
+from colabtrain.runtime.checkpoint import Snapshot
 from colabtrain.runtime.diary import Diary, duration
 from colabtrain.runtime.manifest import CheckpointError
 from colabtrain.runtime.pace import Pace

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import json
 import os
 import resource
@@ -40,6 +39,7 @@ from e4b_trained import SHAPES_FILE, Trained, e4b_shapes
 
 import colabtrain
 from colabtrain.config import RunConfig
+from colabtrain.device import release_memory
 from colabtrain.runtime import disk
 from colabtrain.runtime.diary import Diary, Tail
 from colabtrain.runtime.keeper import Keeper
@@ -138,7 +138,7 @@ def worked(work: Callable[[], object], goes_on: Callable[[float], bool]) -> tupl
 
 def memory(folder: Path, way: str) -> dict[str, Any]:
     saver, anonymous = Saver(folder), list[int]()
-    gc.collect()
+    release_memory()  # of the step's gradient: the buffers would lie where it lay
     before = status()
 
     def saves() -> None:
@@ -201,7 +201,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {part.__name__: part for part 
 
 
 def say(what: str, value: str) -> None:
-    print(f"| {what:<82} | {value:>30} |", flush=True)
+    print(f"| {what:<84} | {value:>31} |", flush=True)
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -214,7 +214,7 @@ def report_blocking(found: dict[str, Any]) -> None:
     say("state: tensors; MB", f"{found['tensors']:,}; {found['bytes'] / MB:.1f}")
     first, pairs = found["first"], found["pairs"]
     say(
-        "1. the training thread waits, ms: the first torch.save; Keeper.save(), which allocates",
+        "1. the training thread waits, ms: first torch.save; first Keeper.save() (allocates)",
         f"{1e3 * first['plain']['blocked']:.1f}; {1e3 * first['ours']['blocked']:.1f}",
     )
     times = {(way, key): [1e3 * pair[key] for pair in pairs[way]] for way in pairs for key in ("blocked", "durable")}
@@ -225,7 +225,7 @@ def report_blocking(found: dict[str, Any]) -> None:
         "Keeper.save() to hashed and durable": times["ours", "durable"],
     }
     for name, values in rows.items():
-        say(f"   {name}: ms, median of {len(values)} (middle half); the fastest", f"{spread(values)}; {min(values):.1f}")
+        say(f"   {name}: ms, median of {len(values)} (middle half); fastest", f"{spread(values)}; {min(values):.1f}")
     for name, bound in (("torch.save", " (at least 8)"), ("torch.save and fsync", "")):
         ratios = [by(rows[name]) / by(rows["Keeper.save()"]) for by in (statistics.median, min)]
         say(f"   {name} / Keeper.save(): of the medians{bound}; of the fastest", "; ".join(f"{ratio:.1f}" for ratio in ratios))
