@@ -240,3 +240,14 @@ def test_damaged_ones_do_not_push_out_the_good_ones(folder: Path, tmp_path: Path
     assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
     damage(folder / "checkpoints" / f"step-{MORE_STEPS:08d}" / "state.json", "half", tmp_path / "mark")
     assert start(MORE_STEPS, folder).wait(SECONDS) == "finished"
+
+
+def test_a_bit_turned_in_the_newest_settings_is_damage_not_another_experiment(folder: Path) -> None:
+    """What start() sees beforehand is believed only where its hash is right."""
+    state = folder / "checkpoints" / SAVED[0] / "state.json"
+    turned = state.read_text().replace('"mark": "a"', '"mark": "b"')
+    assert turned != state.read_text()
+    state.write_text(turned)
+    refuse(folder / "checkpoints", True, lambda: {"mark": "a"})
+    with pytest.raises(ValueError, match=f"checkpoint .*{SAVED[1]} belongs to another experiment"):
+        refuse(folder / "checkpoints", True, lambda: {"mark": "b"})

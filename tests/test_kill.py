@@ -88,25 +88,21 @@ def step_of(path: Path) -> int:
 
 
 def good_checkpoints(folder: Path) -> list[Path]:
-    """Newest first. Asserts that each checkpoint is whole, but for one that is being removed or that the test damaged."""
+    """Newest first. Asserts that each checkpoint is whole, but for one that the test damaged."""
     paths, good = sorted(folder.glob("checkpoints/step-*"), reverse=True), list[Path]()
-    for i, path in enumerate(paths):
+    for path in paths:
         if is_whole(path):
             good.append(path)
         elif not (path / DAMAGED).exists():
-            assert i >= KEEP and good, f"{path.name} is broken; there are {[other.name for other in paths]}"
+            raise AssertionError(f"{path.name} is broken; there are {[other.name for other in paths]}")
     for path in good:
         assert json.loads((path / "state.json").read_text())["step"] == step_of(path)
         assert history(Tail(path / "diary.jsonl").new())["step"] == list(range(1, step_of(path) + 1))
     return good
 
 
-def broken_checkpoints(folder: Path) -> set[Path]:
-    return {path for path in folder.glob("checkpoints/step-*") if not is_whole(path)}
-
-
-def phase(folder: Path, lived: list[dict[str, Any]], broken_before: set[Path]) -> str:
-    """Where the last life was when it ended. lived: its events. broken_before: the checkpoints that were broken when it began."""
+def phase(folder: Path, lived: list[dict[str, Any]]) -> str:
+    """Where the last life was when it ended. lived: its events."""
     resumed = [event["step"] for event in lived if event["event"] == "resumed"]
     saved = max((event["step"] for event in lived if event["event"] == "checkpoint_saved"), default=0)
     staging, replaced, removed = (list(folder.glob(f"checkpoints/.{what}-step-*")) for what in ("staging", "replaced", "removed"))
@@ -119,8 +115,6 @@ def phase(folder: Path, lived: list[dict[str, Any]], broken_before: set[Path]) -
         return PRUNING
     if staging:
         return MANIFEST if (staging[0] / "manifest.json").exists() else STAGING
-    if broken_checkpoints(folder) - broken_before:
-        return PRUNING
     if newest > max(saved, *resumed):
         return RENAMED
     return ENDING if newest == STEPS else TRAINING
@@ -129,7 +123,7 @@ def phase(folder: Path, lived: list[dict[str, Any]], broken_before: set[Path]) -
 def damage(path: Path, rng: random.Random) -> None:
     """Turn a bit in a file of the checkpoint."""
     (path / DAMAGED).touch()
-    victim = path / rng.choice(sorted(FILES - {"state.json"}))  # one that names another experiment would be refused
+    victim = path / rng.choice(sorted(FILES))
     flip(victim, rng.randrange(8 * victim.stat().st_size))
 
 
@@ -229,7 +223,7 @@ class Chain:
 
     def _live(self, mode: str | None, *arguments: str, seconds: float | None = None) -> None:
         self.num_lives += 1
-        num_events, broken = len(events(self.folder)), broken_checkpoints(self.folder)
+        num_events = len(events(self.folder))
         killed = live(self.folder, self.num_lives, *arguments, seconds=seconds)
         lived, good = events(self.folder)[num_events:], good_checkpoints(self.folder)
         plan = f"life {self.num_lives} ({arguments}, {seconds}) in {self.folder}"
@@ -239,7 +233,7 @@ class Chain:
         self.newest = step_of(good[0]) if good else 0
         if killed:
             assert mode is not None, f"nobody killed {plan}"
-            self.landed[mode][phase(self.folder, lived, broken)] += 1
+            self.landed[mode][phase(self.folder, lived)] += 1
         else:
             self._compare(plan)
 

@@ -492,6 +492,10 @@ def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
         recorder.add(22, bad, 0.1)
     assert recorder.totals["skipped"] == 21 and recorder.totals["ema"] == {"a": 2.0}
     assert "step 2/200 skipped" in events(tmp_path, "step")[1]["text"]
+    resumed = Recorder(Diary(tmp_path), 50, 200)
+    resumed.totals |= {**recorder.totals, "skipped_in_a_row": 20}
+    with pytest.raises(FloatingPointError, match="21 steps in a row"):
+        resumed.add(22, bad, 0.1)
 
 
 def test_more_steps_than_before_are_said(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ STAGING, REPLACED, REMOVED = ".staging-", ".replaced-", ".removed-"  # before th
 NAME = re.compile(rf"{PREFIX}\d{{8,}}")
 TENSOR_GROUPS = ("trainable", "optimizer")
 TENSOR_FILES = tuple(f"{group}.safetensors" for group in TENSOR_GROUPS)
+FILES = (STATE, DIARY_FILE, *TENSOR_FILES)
 FORMAT = 1
 BROKEN = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, struct.error)  # what a planted file can raise
 
@@ -62,22 +63,23 @@ def write(path: Path) -> None:
     (path / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
 
 
-def check(path: Path) -> dict[str, Any]:
-    """What state.json of the checkpoint `path` holds, every file checked against the manifest. Raises CheckpointError."""
+def check(path: Path, names: Collection[str] = FILES) -> dict[str, Any]:
+    """What state.json of the checkpoint `path` holds, the files `names` checked against the manifest. Raises CheckpointError."""
     name = MANIFEST
     try:
         manifest = json.loads((path / name).read_text())
         sizes = {str(entry["name"]): (int(entry["size"]), str(entry["sha256"])) for entry in manifest["files"]}
-        if manifest["format"] != FORMAT or set(sizes) != {STATE, DIARY_FILE, *TENSOR_FILES}:
+        if manifest["format"] != FORMAT or set(sizes) != set(FILES):
             raise CheckpointError(f"{MANIFEST} is of format {manifest['format']!r} and lists {sorted(sizes)}")
-        for name, (size, sha256) in sizes.items():
+        for name in names:
+            size, sha256 = sizes[name]
             found = (path / name).stat().st_size
             if found != size:
                 raise CheckpointError(f"{name} has {found} bytes, not the {size} of the manifest")
             if _sha256(path / name) != sha256:
                 raise CheckpointError(f"{name} has another sha256 than the manifest")
-        for name in TENSOR_FILES:
-            _check_length(path / name)
+            if name in TENSOR_FILES:
+                _check_length(path / name)
         name = STATE
         state: dict[str, Any] = json.loads((path / name).read_text())
         int(state["step"])

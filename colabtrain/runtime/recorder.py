@@ -28,10 +28,10 @@ class Recorder:
     def __init__(self, diary: Diary, log_every: int, num_steps: int) -> None:
         self.diary, self.log_every, self.num_steps = diary, log_every, num_steps
         self.totals: dict[str, Any] = {"ema": {}, "averaged_steps": {}, "seconds": 0.0, "tokens": 0, "questions": 0}
-        self.totals |= {"skipped": 0, "out_of_memory": 0, "set_aside": 0}
+        self.totals |= {"skipped": 0, "skipped_in_a_row": 0, "out_of_memory": 0, "set_aside": 0}
         self.seconds_per_step: float | None = None
         self._pending: list[tuple[int, StepReport, float]] = []
-        self._first, self._skipped_in_a_row = True, 0
+        self._first = True
 
     def count(self, name: str) -> int:
         """Count what happened beside the steps: out_of_memory, set_aside. Steps before it are written before it."""
@@ -60,15 +60,15 @@ class Recorder:
         waited = (time.perf_counter() - started + sum(seconds for *_, seconds in pending)) / len(pending)
         for (step, report, _), read in zip(pending, numbers, strict=True):
             self._write(step, report, read, waited)
-        if self._skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+        if (in_a_row := self.totals["skipped_in_a_row"]) > MAX_SKIPPED_IN_A_ROW:
             raise FloatingPointError(
-                f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the weights are those of step "
-                f"{pending[-1][0] - self._skipped_in_a_row:,}: lower the learning rates, or look at the records of these steps"
+                f"{in_a_row} steps in a row had a loss or gradient that is not finite; the weights are those of step "
+                f"{pending[-1][0] - in_a_row:,}: lower the learning rates, or look at the records of these steps"
             )
 
     def _write(self, step: int, report: StepReport, read: dict[str, Any], seconds: float) -> None:
         skipped = bool(read["skipped"])
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self.totals["skipped_in_a_row"] = self.totals["skipped_in_a_row"] + 1 if skipped else 0
         if not skipped:
             self._average(read["loss"])
         for name, more in (("seconds", seconds), ("tokens", report.tokens), ("questions", report.questions), ("skipped", skipped)):

@@ -41,16 +41,18 @@ def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]]
         raise ValueError(f"run_dir: {run} is part of the run in {owner}; give that folder to go on, or another one")
     if not resume and paths:
         raise ValueError(f"resume=False, but {folder} has checkpoints; give an empty run folder, or leave resume out")
-    if not paths or identity is None:
+    if identity is None:
         return
-    try:
-        saved: dict[str, Any] = dict(json.loads((paths[0] / manifest.STATE).read_text())["fingerprint"])
-    except manifest.BROKEN:
-        return  # restore() says what is wrong with it, and takes an older one
-    mine = _through_json(identity())
-    known = saved.keys() & mine.keys()
-    if different := _differing({k: saved[k] for k in saved if k in known}, {k: mine[k] for k in mine if k in known}, allowed):
-        raise _another_experiment(paths[0], saved, mine, different)
+    for path in paths:
+        try:
+            saved: dict[str, Any] = dict(manifest.check(path, [manifest.STATE])["fingerprint"])
+        except (CheckpointError, *manifest.BROKEN):
+            continue  # find() says what is wrong with it, and takes an older one
+        mine = _through_json(identity())
+        known = saved.keys() & mine.keys()
+        if different := _differing({k: saved[k] for k in saved if k in known}, {k: mine[k] for k in mine if k in known}, allowed):
+            raise _another_experiment(path, saved, mine, different)
+        return
 
 
 def find(folder: Path, diary: Diary) -> list[Path]:
