@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colabtrain.runtime.manifest import TENSOR_GROUPS
 
@@ -32,7 +32,7 @@ class Buffers:
             self._layout, self.tensors = [], {}  # the old ones go before the new ones come
             self.tensors = {group: _allocated(tensors) for group, tensors in named.items()}
             self._layout = layout
-        _copy((self.tensors[group][name], tensor.detach()) for group, tensors in named.items() for name, tensor in tensors.items())
+        _copy((self.tensors[group][name], tensor) for group, tensors in named.items() for name, tensor in tensors.items())
         self._copied = []
         for device in {device for *_, device in layout if device.type == "cuda"}:
             with torch.cuda.device(device):
@@ -67,7 +67,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         if _is_its_bytes(source):
             moves.append((target.data_ptr(), source.data_ptr(), source.nbytes))
         else:
-            target.copy_(source, non_blocking=source.is_cuda)
+            target.copy_(source.detach(), non_blocking=source.is_cuda)
     helper = threading.Thread(target=_move, args=(moves,), daemon=True)
     with contextlib.suppress(RuntimeError):  # no more threads
         helper.start()
@@ -79,7 +79,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 def _is_its_bytes(tensor: Tensor) -> bool:
     """Whether it is no more than its bytes, on the host and in order."""
     in_order = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return in_order and type(tensor) is Tensor  # a subclass may mean something else by them
+    return in_order and type(tensor) in (Tensor, nn.Parameter)  # a subclass may mean something else by them
 
 
 def _move(moves: list[tuple[int, int, int]]) -> None:
