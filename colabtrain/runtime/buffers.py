@@ -78,7 +78,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def _is_its_bytes(tensor: Tensor) -> bool:
     """Whether it is no more than its bytes, on the host and in order."""
-    in_order = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    in_order = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     return in_order and type(tensor) in (Tensor, nn.Parameter)  # a subclass may mean something else by them
 
 
