@@ -15,8 +15,6 @@ from safetensors.torch import save_file
 
 from colabtrain.runtime.disk import check_room, explain, mount_warning
 
-pytestmark = pytest.mark.colab
-
 FOLDER = Path("/content/drive/MyDrive/my {run}")
 
 
