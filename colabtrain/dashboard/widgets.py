@@ -185,19 +185,15 @@ class Live:
         waited = self._now() - self._shown_time
         if self._failures:
             return waited >= REFRESH_SECONDS
-        try:
-            grew = waited >= REFRESH_SECONDS and _size(self._tail.path) != self._shown_size
-        except OSError:
-            grew = waited >= REFRESH_SECONDS
+        grew = waited >= REFRESH_SECONDS and _size(self._tail.path) != self._shown_size
         return grew or run.state != self._shown_state or waited >= HEARTBEAT_SECONDS
 
     def _show(self, run: Shown) -> None:
         state = run.state  # before the diary is read: a run writes its end there first, and an ended view reads no more
         if state != self._shown_state or run.step > self._note_step + 1:
             self._note = ""  # what was asked for came, or was called off
-        size, unread = self._shown_size, ""
+        size, unread = _size(self._tail.path), ""
         try:
-            size = _size(self._tail.path)
             self._view.feed(self._tail.new())
         except OSError as error:  # a mounted folder dropped out; what was missed is read later
             unread = f"The diary of the run cannot be read now: {_line(error)}"
@@ -258,7 +254,11 @@ class Live:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    """Bytes; -1 where they cannot be seen, as in a mounted folder that dropped out."""
+    try:
+        return path.stat().st_size if path.exists() else 0
+    except OSError:
+        return -1
 
 
 def _line(error: Exception) -> str:

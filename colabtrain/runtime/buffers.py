@@ -16,6 +16,11 @@ from colabtrain.runtime.manifest import TENSOR_GROUPS
 Groups = Mapping[str, Mapping[str, Tensor]]
 
 
+def num_bytes(groups: Groups) -> int:
+    """Of all tensors in `groups`."""
+    return sum(tensor.nbytes for named in groups.values() for tensor in named.values())
+
+
 class Buffers:
     """Pinned memory where the tensors lie on a GPU."""
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from colabtrain.device import sync_to_disk
 from colabtrain.runtime import disk, manifest
-from colabtrain.runtime.buffers import Buffers, Groups
+from colabtrain.runtime.buffers import Buffers, Groups, num_bytes
 from colabtrain.runtime.diary import DIARY_FILE
-from colabtrain.runtime.manifest import FORMAT, MANIFEST, PREFIX, REPLACED, STAGING, STATE, TENSOR_GROUPS, CheckpointError
+from colabtrain.runtime.manifest import FORMAT, MANIFEST, PREFIX, REPLACED, STAGING, STATE, TENSOR_FILES, TENSOR_GROUPS, CheckpointError
 from colabtrain.runtime.rng import rng_state
 
 COPY_BYTES = 2**20
@@ -67,12 +67,12 @@ def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:
     snapshot.buffers.wait()
     tensors = snapshot.buffers.tensors
     _check_finite(tensors["trainable"])
-    disk.check_room(folder, sum(t.nbytes for named in tensors.values() for t in named.values()) + snapshot.diary_bytes)
+    disk.check_room(folder, num_bytes(tensors) + snapshot.diary_bytes)
     try:
         manifest.clear_staging(folder)  # what a disk that failed did not let go of
         staging.mkdir(parents=True)
-        for group in TENSOR_GROUPS:
-            save_file(tensors[group], staging / f"{group}.safetensors")
+        for group, name in zip(TENSOR_GROUPS, TENSOR_FILES, strict=True):
+            save_file(tensors[group], staging / name)
         (staging / STATE).write_text(snapshot.state)
         _copy_start(diary, staging / DIARY_FILE, snapshot.diary_bytes)
         for path in staging.iterdir():
@@ -104,14 +104,13 @@ def _copy_start(source: Path, target: Path, num_bytes: int) -> None:
 
 def read(path: Path) -> Checkpoint:
     """The checkpoint at `path`, every file checked against the manifest. Raises CheckpointError with the reason."""
-    state, tensors, name = manifest.check(path), dict[str, dict[str, Tensor]](), ""
-    try:
-        for group in TENSOR_GROUPS:
-            name = f"{group}.safetensors"
+    state, tensors = manifest.check(path), dict[str, dict[str, Tensor]]()
+    for group, name in zip(TENSOR_GROUPS, TENSOR_FILES, strict=True):
+        try:
             # pread: memory of our own; a mapped file kills the process if a mounted folder drops out under it
             tensors[group] = load_file(path / name, backend="pread")
-    except (*manifest.BROKEN, SafetensorError) as error:
-        raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from None
+        except (*manifest.BROKEN, SafetensorError) as error:
+            raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from None
     _check_finite(tensors["trainable"])
     return Checkpoint(path, int(state["step"]), tensors, state)
 

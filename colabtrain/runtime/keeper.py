@@ -19,7 +19,7 @@ from typing import Any
 from colabtrain.config import RunConfig
 from colabtrain.device import is_out_of_memory, machine, release_memory, sync_to_disk
 from colabtrain.runtime import checkpoint, disk, manifest, resume, task_state
-from colabtrain.runtime.buffers import Buffers
+from colabtrain.runtime.buffers import Buffers, num_bytes
 from colabtrain.runtime.checkpoint import Snapshot
 from colabtrain.runtime.diary import Diary, duration
 from colabtrain.runtime.manifest import CheckpointError
@@ -88,7 +88,7 @@ class Keeper:
         except Exception:  # it may need a step that was made
             return
         try:
-            disk.check_room(self.folder, sum(tensor.nbytes for named in groups.values() for tensor in named.values()))
+            disk.check_room(self.folder, num_bytes(groups))
         except OSError as error:
             text = f"there is no room for a checkpoint: {disk.explain(error, self.folder)}; training goes on"
             self.diary.write("checkpoint_failed", text, step=self.saved_step)

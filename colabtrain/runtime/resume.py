@@ -50,7 +50,7 @@ def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]]
             continue  # find() says what is wrong with it, and takes an older one
         mine = _through_json(identity())
         known = saved.keys() & mine.keys()
-        if different := _differing({k: saved[k] for k in saved if k in known}, {k: mine[k] for k in mine if k in known}, allowed):
+        if different := [name for name in _differing(saved, mine, allowed) if name in known]:
             raise _another_experiment(path, saved, mine, different)
         return
 
