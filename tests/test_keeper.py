@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -435,6 +437,22 @@ def test_a_task_that_sets_the_default_device_is_saved_and_goes_on(tmp_path: Path
 
     assert start(Sets(2), tmp_path).wait(SECONDS) == "finished"
     assert start(Sets(4), tmp_path).wait(SECONDS) == "finished" and saved_steps(tmp_path) == [2, 4]
+
+
+def test_a_diary_that_was_refused_keeps_nothing_of_the_save_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kept:
+        """Stands for the tensors in the frame of a save."""
+
+    def save(diary: Diary) -> weakref.ref[Kept]:
+        kept = Kept()
+        with contextlib.suppress(OSError):
+            diary.size()
+        return weakref.ref(kept)
+
+    diary = Diary(tmp_path)
+    monkeypatch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    diary.log("one")
+    assert save(diary)() is None
 
 
 # When it is due

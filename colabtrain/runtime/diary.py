@@ -58,7 +58,7 @@ class Diary:
         with self._lock:
             self._flush()
             if self._refused is not None:
-                raise self._refused
+                raise OSError(*self._refused.args)  # a new one: its traceback holds the frames of the save
             return self.path.stat().st_size if self.path.exists() else 0
 
     def _flush(self) -> None:
