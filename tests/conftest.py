@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import kernel_page
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# A shell that starts the tests in its background has interrupts ignored, which children inherit; some tests send one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
