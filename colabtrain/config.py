@@ -154,6 +154,12 @@ class RunConfig:
     checkpoint_seconds: float = _at_least(300.0, 0)
     first_checkpoint_seconds: float = _at_least(60.0, 0)
     keep_local: int = _at_least(3, 1)
+    hub: str | None = None  # the Hub repo, owner/name, where every checkpoint is published
+    private: bool = True  # a repo that is made is seen by its owner alone
+    hub_required: bool = True  # False: a Hub that is out of reach at the start is left out until it works
+    publish_every: float = _at_least(180.0, 0)  # seconds between two commits at least; 60 or more
+    keep_remote: int = _at_least(2, 1)
+    squash_every: int = _at_least(25, 1)  # checkpoints in the history of a repo that colabtrain made
     log_every: int = _at_least(50, 1)  # steps
     eval_every: int | None = _at_least(None, 1)  # steps; None: at the end only
     max_eval_records: int | None = _at_least(None, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,10 @@ COPY_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One step boundary, out of reach of training. state: JSON text. diary_bytes: of the diary up to this step."""
+    """One step boundary, out of reach of training. time: epoch seconds. state: JSON text. diary_bytes: of the diary up to this step."""
 
     step: int
+    time: float
     buffers: Buffers
     state: str
     diary_bytes: int
@@ -54,9 +56,10 @@ def capture(step: int, tensors: Groups, state: Mapping[str, Any], diary_bytes: i
 
     Raises TypeError or ValueError where JSON cannot hold `state`.
     """
+    taken_at = time.time()
     text = json.dumps({"format": FORMAT, "step": step, **state, "rng": rng_state()})
     buffers.fill(tensors)
-    return Snapshot(step, buffers, text, diary_bytes)
+    return Snapshot(step, taken_at, buffers, text, diary_bytes)
 
 
 def write(folder: Path, snapshot: Snapshot, diary: Path) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -52,6 +53,18 @@ class Diary:
 
     def log(self, text: str) -> None:
         self.write("log", text)
+
+    def adopt(self, other: Path, text: str) -> None:
+        """Append the events of another diary: what came before them here is not part of their history. Raises OSError."""
+        self.write("resumed", text, step=0)
+        size = self.size()
+        try:
+            with self._lock, other.open("rb") as source, self.path.open("ab") as target:
+                shutil.copyfileobj(source, target)
+        except OSError:
+            os.truncate(self.path, size)
+            raise
+        _end_torn_line(self.path)
 
     def size(self) -> int:
         """Bytes of diary.jsonl: what a checkpoint made now takes along. Raises OSError while the disk refuses lines of it."""

@@ -25,6 +25,7 @@ from colabtrain.runtime.diary import Diary, duration
 from colabtrain.runtime.manifest import CheckpointError
 from colabtrain.runtime.pace import Pace
 from colabtrain.runtime.recorder import Recorder
+from colabtrain.runtime.remote import Remote
 from colabtrain.task import Task
 
 Hook = Callable[[Path, int], object]
@@ -37,10 +38,12 @@ MAY_PASS = (OSError, CheckpointError, TypeError, ValueError, RecursionError)  # 
 class Keeper:
     """Saves and restores one run's checkpoints. All but drain(), is_me() and hold() is for the training thread."""
 
-    def __init__(self, task: Task, diary: Diary, folder: Path, config: RunConfig, hook: Hook | None = None) -> None:
-        """hook(path, step) is called after each save, on the writer's thread."""
+    def __init__(
+        self, task: Task, diary: Diary, folder: Path, config: RunConfig, hook: Hook | None = None, remote: Remote | None = None
+    ) -> None:
+        """hook(path, step) is called after each save, on the writer's thread. remote: where checkpoints are published, open."""
         self._task: Task | None = task
-        self.diary, self.config, self._hook = diary, config, hook
+        self.diary, self.config, self._hook, self._remote = diary, config, hook, remote
         self.folder = folder / "checkpoints"
         self.saved_step = 0  # of the newest good checkpoint; 0: none
         self.pace = Pace(config)
@@ -68,27 +71,37 @@ class Keeper:
         """Look for what to go on from, and say it; before the task is prepared. Raises ValueError as resume.refuse(), find()."""
         resume.refuse(self.folder, resumes)
         manifest.clear_staging(self.folder)
+        if self._remote:
+            self._remote.bring(self.folder, self.diary)
         self._paths = resume.find(self.folder, self.diary)
 
     def restore(self, recorder: Recorder) -> int:
-        """Go on from the newest good checkpoint; returns its step, 0 on a fresh start. Raises ValueError as resume.restore()."""
+        """Go on from the newest good checkpoint; returns its step, 0 on a fresh start. Raises ValueError as resume.restore(), and
+        what Remote does."""
         found = resume.restore(self.task, self._paths, self.diary, recorder, self.config)
+        while self._remote and not self._remote.claim(self.diary, self.hold):
+            self.find(resumes=True)  # another session published while this one was getting ready
+            found = resume.restore(self.task, self._paths, self.diary, recorder, self.config)
+        self._look_for_room()
         if found is not None:
             self.saved_step = found.step
             self._broken = {path for path in manifest.listed(self.folder) if manifest.number(path) > manifest.number(found.path)}
             release_memory()  # what was read is the size of the buffers, which come with the first save
-        self._look_for_room()
+            if self._remote:
+                self._remote.offer_left_over(found.path, found.step)
         self.pace.start()
         return self.saved_step
 
     def _look_for_room(self) -> None:
         """Say now what the first save would say later."""
         try:
-            groups = self.task.state()[0]
+            size = num_bytes(self.task.state()[0])
         except Exception:  # it may need a step that was made
             return
+        if self._remote:
+            self.diary.log(self._remote.budget(size))
         try:
-            disk.check_room(self.folder, num_bytes(groups))
+            disk.check_room(self.folder, size)
         except OSError as error:
             text = f"there is no room for a checkpoint: {disk.explain(error, self.folder)}; training goes on"
             self.diary.write("checkpoint_failed", text, step=self.saved_step)
@@ -206,6 +219,8 @@ class Keeper:
         text = f"saved step {step:,} in {seconds:.2f} s (training waited {blocked_seconds:.2f} s)"
         self.diary.write("checkpoint_saved", text, step=step, path=str(path), seconds=seconds, blocked_seconds=blocked_seconds)
         self._broken.discard(path)
+        if self._remote:
+            self._remote.offer(path, step, snapshot.time)
         try:
             sync_to_disk(self.folder)  # before older ones go
             manifest.prune(path, self.config.keep_local, self._held, self._broken)
@@ -236,7 +251,9 @@ class Keeper:
     @property
     def doing(self) -> str:
         """What is at work, for people; "" if nothing is."""
-        return "" if not self.busy else "on_checkpoint is still at work" if self._in_hook else "a checkpoint is still being written"
+        if self.busy:
+            return "on_checkpoint is still at work" if self._in_hook else "a checkpoint is still being written"
+        return self._remote.doing if self._remote else ""
 
     def drain(self) -> None:
         """Return when no checkpoint is being written any more."""
@@ -257,9 +274,11 @@ class Keeper:
             self._held.remove(path)
 
     def close(self) -> None:
-        """Finish what is being written, its hook too, and give the buffers back."""
+        """Finish what is being written and published, the hook too, and give the buffers back."""
         self.drain()
         self._buffers = Buffers()
+        if self._remote:
+            self._remote.close()
 
     def free(self) -> None:
         """Let go of the task and the hook."""

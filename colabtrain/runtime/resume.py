@@ -41,18 +41,27 @@ def refuse(folder: Path, resume: bool, identity: Callable[[], Mapping[str, Any]]
         raise ValueError(f"run_dir: {run} is part of the run in {owner}; give that folder to go on, or another one")
     if not resume and paths:
         raise ValueError(f"resume=False, but {folder} has checkpoints; give an empty run folder, or leave resume out")
-    if identity is None:
-        return
     for path in paths:
         try:
-            saved: dict[str, Any] = dict(manifest.check(path, [manifest.STATE])["fingerprint"])
-        except (CheckpointError, *manifest.BROKEN):
+            state = manifest.check(path, [manifest.STATE])
+        except CheckpointError:
             continue  # find() says what is wrong with it, and takes an older one
-        mine = _through_json(identity())
-        known = saved.keys() & mine.keys()
-        if different := [name for name in _differing(saved, mine, allowed) if name in known]:
-            raise _another_experiment(path, saved, mine, different)
-        return
+        if refuse_state(state, str(path), identity, allowed):
+            return
+
+
+def refuse_state(
+    state: Mapping[str, Any], where: str, identity: Callable[[], Mapping[str, Any]] | None = None, allowed: Collection[str] = ()
+) -> bool:
+    """As refuse(), of one checkpoint, by its state.json; False where that does not say what was learned."""
+    saved: Any = state.get("fingerprint")
+    if not isinstance(saved, dict):
+        return False
+    mine = _through_json(identity()) if identity else {}
+    known = saved.keys() & mine.keys()
+    if different := [name for name in _differing(saved, mine, allowed) if name in known]:
+        raise _another_experiment(where, saved, mine, different)
+    return True
 
 
 def find(folder: Path, diary: Diary) -> list[Path]:
@@ -125,7 +134,7 @@ def _check(task: Task, found: Checkpoint, diary: Diary, allowed: Collection[str]
         saved = {**_through_json(task.before_it_was_recorded()), **saved}
     _check_known(allowed, {**saved, **mine})
     if different := _differing(saved, mine, allowed):
-        raise _another_experiment(found.path, saved, mine, different)
+        raise _another_experiment(str(found.path), saved, mine, different)
     if accepted := differences(saved, mine):
         diary.log(f"going on although the checkpoint differs, as allow_mismatch says: {accepted}")
 
@@ -170,10 +179,10 @@ def _through_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(fingerprint))
 
 
-def _another_experiment(path: Path, saved: Mapping[str, Any], mine: Mapping[str, Any], different: Sequence[str]) -> ValueError:
+def _another_experiment(where: str, saved: Mapping[str, Any], mine: Mapping[str, Any], different: Sequence[str]) -> ValueError:
     shown = differences({name: saved.get(name) for name in different}, {name: mine.get(name) for name in different})
     return ValueError(
-        f"checkpoint {path} belongs to another experiment ({shown}); use the same data and settings, give another run folder, or go on "
+        f"checkpoint {where} belongs to another experiment ({shown}); use the same data and settings, give another run folder, or go on "
         f"all the same with allow_mismatch={list(different)}"
     )
 

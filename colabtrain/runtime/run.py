@@ -25,6 +25,7 @@ from colabtrain.runtime.controls import FILES, Controls, check_timeout, check_wa
 from colabtrain.runtime.diary import Diary, Tail, history
 from colabtrain.runtime.keeper import Hook, Keeper
 from colabtrain.runtime.lock import FolderLock
+from colabtrain.runtime.remote import Remote
 from colabtrain.runtime.resume import adopt_diary, refuse
 from colabtrain.runtime.retry import NeedsRestart
 from colabtrain.runtime.rng import rng_state, set_rng_state
@@ -55,22 +56,22 @@ class Run:
         owned: Any = None,
         identity: Callable[[], Mapping[str, Any]] | None = None,
         on_checkpoint: Hook | None = None,
+        remote: Remote | None = None,
     ) -> None:
         """owned: what the task trains; two live runs of one model would destroy each other. identity: what is learned
         (JSON), to tell whether another start() asks for the same; None: nobody knows before prepare().
-        on_checkpoint(path, step): called after each save, beside the training."""
+        on_checkpoint(path, step): called after each save, beside the training. remote: the Hub repo, not yet open."""
         self.folder = Path(folder).absolute()  # a cell may change the working directory
         self.step, self.num_steps = 0, 0
         self.exception_text: str | None = None  # the traceback
         self.error_line: str | None = None  # type and message
         self.needs_restart = False  # failed in a way that only a new process helps against
-        # Called by wait() and stop() on their own thread once the run has ended: what a notebook saves shows the end.
-        self.when_ended: list[Callable[[], None]] = []
+        self.when_ended: list[Callable[[], None]] = []  # called by wait() and stop(): what a notebook saves shows the end
         self.config = config
         self.owned = task if owned is None else owned
         self.identity = identity
         self._task: Task | None = task
-        self.resumes, self._on_checkpoint = resume, on_checkpoint
+        self.resumes, self._on_checkpoint, self._remote = resume, on_checkpoint, remote
         self._state: State = "starting"  # written by the worker alone
         self._controls, self._done = Controls(self.folder), threading.Event()
         self._lock = FolderLock(self.folder)
@@ -95,9 +96,12 @@ class Run:
         refuse(self.folder / "checkpoints", self.resumes, self.identity, self.config.allow_mismatch)
 
     def launch(self) -> None:
-        """Lock the folder and start the thread. Raises AlreadyRunning if another process trains in the folder."""
+        """Lock the folder, look at the Hub, start the thread. Raises AlreadyRunning if another process has the folder, and what
+        Remote.open() does."""
         locked = self._lock.take()
         try:
+            if self._remote:
+                self._remote.open(self.resumes, self.identity)
             adopt_diary(self.folder)
             self.diary = Diary(self.folder)
             if not locked:
@@ -108,7 +112,7 @@ class Run:
             if warning := disk.mount_warning(self.folder):
                 self.diary.log(warning)
             assert self._task is not None
-            self._keeper = Keeper(self._task, self.diary, self.folder, self.config, self._on_checkpoint)
+            self._keeper = Keeper(self._task, self.diary, self.folder, self.config, self._on_checkpoint, self._remote)
             atexit.register(self._at_exit)
             self.thread.start()
         except BaseException:
@@ -118,6 +122,8 @@ class Run:
 
     def _let_go(self) -> None:
         atexit.unregister(self._at_exit)
+        if self._remote:
+            self._remote.end()
         self._lock.release()
 
     # Controls
