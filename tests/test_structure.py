@@ -13,11 +13,12 @@ import colabtrain
 
 PACKAGE = Path(colabtrain.__file__).parent
 ROOT = PACKAGE.parent
-LEAVES = {"config", "task", "device"}
+LEAVES = {"config", "task", "device", "hub_token"}
 MAY_IMPORT = {
     "config": set[str](),
     "task": set[str](),
     "device": set[str](),
+    "hub_token": set[str](),
     "records": LEAVES,
     "mmjev": LEAVES | {"records"},
     "elastic": LEAVES | {"records", "mmjev"},
@@ -79,6 +80,7 @@ def test_importing_loads_nothing_heavy() -> None:
     light = "config", "runtime.diary", "runtime.disk", "runtime.verify", "dashboard.text", "__main__"
     code = "import colabtrain, " + ", ".join(f"colabtrain.{name}" for name in light)
     assert not loaded_after(code) & heavy
+    assert "torch" not in loaded_after("import colabtrain.hub_token")
     assert "torch" in loaded_after("import colabtrain; colabtrain.Run")
 
 

@@ -13,6 +13,8 @@ import huggingface_hub
 from huggingface_hub import errors
 from tqdm import tqdm
 
+from colabtrain.hub_token import token_fault
+
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HTTP_ERROR = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library that this huggingface_hub uses
 
@@ -36,8 +38,8 @@ class ModelFiles:
         folder = Path(name).expanduser().absolute()  # a cell may change the working directory
         self.folder = folder if folder.is_dir() else None
         self._token = "" if self.folder else (token or huggingface_hub.get_token() or "").strip()
-        if not (self._token.isascii() and self._token.isprintable()):  # the HTTP library's own error would print it
-            raise ValueError("the Hugging Face token has characters in it that no token has; copy it anew")
+        if fault := token_fault(self._token):
+            raise ValueError(fault)
 
     def fetch(self, filename: str, report: Callable[[int], None] | None = None) -> Path:
         """Path of `filename`, downloaded if need be; report(n): n more bytes have come.
