@@ -11,22 +11,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from colabtrain.compat import translate
 from colabtrain.config import RunConfig, TrainConfig, as_path, split_options
 from colabtrain.elastic.own_model import OwnModel
 from colabtrain.elastic.task import ElasticTask
+from colabtrain.hub_token import find_token
 from colabtrain.mmjev import adapter_files
 from colabtrain.mmjev.adapter import check_replaceable, load_adapter
 from colabtrain.mmjev.model import MMJev
 from colabtrain.mmjev.pretrained import Pretrained
 from colabtrain.records import load_records, select
 from colabtrain.records.selection import Predicate
+from colabtrain.runtime.hub_process import HubAccess
 from colabtrain.runtime.keeper import Hook
 from colabtrain.runtime.registry import launch
+from colabtrain.runtime.remote import Remote, check_pace, check_repo
 from colabtrain.runtime.run import Run
 from colabtrain.task import Task
 
 OPTIONS = ("jev", "data", "task", "run_dir", "config", "replace", "resume", "display", "init", "exclude", "on_checkpoint")  # of start()
+CARD = "colabtrain.dashboard.card:files"  # made in the Hub's process
 TASK_MEMBERS = ("prepare", "num_steps", "step", "state", "load", "fingerprint")
 NOT_OF_A_TASK = {"steps", "epochs", "max_eval_records", "checkpoint_layers", "adapter_dir", "init", "exclude"}
 TRAINER_MEMBERS = ("scores", "trainable", "configure", "validate", "reset_trainable", "fingerprint", "lent", "width")
@@ -38,6 +44,7 @@ def start(
     *,
     task: Task | None = None,
     run_dir: str | Path | None = None,
+    hub: str | None = None,
     config: TrainConfig | RunConfig | tuple[TrainConfig | RunConfig, ...] | None = None,
     replace: bool = False,
     resume: bool = True,
@@ -52,17 +59,19 @@ def start(
     jev: the model: MMJev.tiny(), the name or folder of a Gemma 3n ("google/gemma-3n-E4B-it"; its weights are loaded in
     the background), or your own. data: path(s) of JSONL records, a list of records, or a mapping name -> either.
     task: a Task of your own instead of jev and data. run_dir: folder of this run, default runs/<model>-<data>; a
-    checkpoint in it is resumed from (resume=False wants none). display: show the live view in a notebook.
+    checkpoint in it is resumed from (resume=False wants none). hub: "owner/name" of the Hub repo where every checkpoint is
+    published, and from where another machine goes on; made, private, if there is none. display: show the live view in a notebook.
     init: an adapter to start from; a checkpoint overrides it. exclude(record): records to leave out.
     on_checkpoint(path, step) is called when a checkpoint is on the disk, on a thread beside the training: it may read the
     files, not the model. options: any field of TrainConfig or RunConfig.
 
     A second start() of the same thing while it runs returns the live run, as it is. Raises AlreadyRunning if a live run
-    has the folder or the model with other settings (replace=True stops that one first); ValueError, before anything is
-    trained, for a wrong option, record or model.
+    has the folder or the model with other settings (replace=True stops that one first); HubError if the Hub cannot be used
+    and hub_required; ValueError, before anything is trained, for a wrong option, record, model or repo.
     """
     _check_switches(replace=replace, resume=resume, display=display)
     named = {"data": data, "run_dir": run_dir, "on_checkpoint": on_checkpoint, **options}
+    named |= {} if hub is None else {"hub": hub}
     decided = task is not None or _has_train_config(config)
     options, translated = translate(named, {} if decided else os.environ)  # the environment overrules nobody
     data, run_dir, on_checkpoint = (options.pop(name) for name in ("data", "run_dir", "on_checkpoint"))
@@ -81,7 +90,8 @@ def start(
     else:
         _check_own_task(task, jev, data, {**options, "init": init, "exclude": exclude}, config)
     owned = None if isinstance(jev, (str, Path)) else jev
-    run = launch(made := Run(task, folder, run_config, resume, owned, identity, on_checkpoint), replace)
+    remote = _remote(run_config, folder, jev, task)
+    run = launch(made := Run(task, folder, run_config, resume, owned, identity, on_checkpoint, remote), replace)
     for line in translated if run is made else ():
         run.diary.log(line)
     if display and _in_notebook():
@@ -165,6 +175,22 @@ def _elastic_task(
     task = ElasticTask(model, select(load_records(data), train, exclude), train, run, start_from)
     task.check()
     return task
+
+
+def _remote(config: RunConfig, folder: Path, jev: Any, task: Any) -> Remote | None:
+    """The repo of config.hub, with the person's token; the run looks at it when it is launched."""
+    if config.hub is None:
+        return None
+    check_repo(config.hub)
+    check_pace(config.publish_every, constants.ENDPOINT)
+    model, named = getattr(task, "model", None), isinstance(jev, (str, Path))
+    what = f"{str(jev)!r}, data" if named else "model, data" if isinstance(task, ElasticTask) else "task=task"
+    facts = {
+        "name": getattr(model, "name", type(task).__name__),
+        "base_model": str(jev) if named and "/" in str(jev) else None,
+        "start": f"run = colabtrain.start({what}, hub={config.hub!r})",
+    }
+    return Remote(HubAccess(config.hub, find_token(), constants.ENDPOINT), folder.absolute(), config, CARD, facts)
 
 
 def _init(init: Any, model: Any, train: TrainConfig) -> Callable[[Any], object]:

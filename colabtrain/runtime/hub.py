@@ -19,7 +19,8 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RevisionNotFoundError
 
-from colabtrain.runtime import hub_errors, manifest
+from colabtrain import hub_errors
+from colabtrain.runtime import manifest
 from colabtrain.runtime.hub_pointer import CHECKPOINT, FOLDER, LATEST, Pointer
 from colabtrain.runtime.manifest import FILES, MANIFEST, STATE, CheckpointError
 

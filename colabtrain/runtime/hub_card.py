@@ -4,9 +4,12 @@ named to it; one that fails is said and left out, for a checkpoint must not wait
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from colabtrain.runtime.manifest import STATE
 
 
 
@@ -16,6 +19,7 @@ def extra_files(function: str, checkpoint: Path, facts: Mapping[str, Any]) -> tu
         return {}, ""
     try:
         module, _, name = function.partition(":")
-        return dict(getattr(importlib.import_module(module), name)(checkpoint, facts)), ""
+        known = {"num_steps": json.loads((checkpoint / STATE).read_text())["num_steps"], **facts}
+        return dict(getattr(importlib.import_module(module), name)(checkpoint, known)), ""
     except Exception as error:
         return {}, f"the card could not be made: {type(error).__name__}: {error}"

@@ -21,7 +21,8 @@ from typing import Any, TextIO
 
 import huggingface_hub
 
-from colabtrain.runtime import hub_errors, manifest
+from colabtrain import hub_errors
+from colabtrain.runtime import manifest
 from colabtrain.runtime.hub import Changed, Fenced, Hub, NotOurs
 from colabtrain.runtime.hub_card import extra_files
 from colabtrain.runtime.socket_bytes import SocketBytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 import uuid
@@ -32,6 +33,9 @@ TRIES, WAIT_SECONDS, MAX_WAIT_SECONDS = 6, 2.0, 60.0  # of a download or claim
 DRAIN_SECONDS = 120.0
 RECENT_SECONDS = 900.0  # a session that was there so shortly before may be alive
 REPORT_BYTES = 64 * 2**20
+MIN_PUBLISH_SECONDS = 60.0
+NAME = re.compile(r"(?!.*(?:--|\.\.))(?!.*\.git$)\w[\w.-]*/(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)  # as the Hub wants it
+LOOPBACK = re.compile(r"https?://(?:127\.\d+\.\d+\.\d+|localhost|\[::1\])(?::\d+)?(?:/|$)")
 Hold = Callable[[Path], AbstractContextManager[object]]
 
 
@@ -237,6 +241,18 @@ class Remote:
         """End the Hub's process, whatever it does."""
         self._process.kill()
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
+
+
+def check_repo(repo: str) -> None:
+    """Raise ValueError where `repo` cannot be the name of a Hub repo."""
+    if not NAME.fullmatch(repo):
+        raise ValueError(f"hub={repo!r} is no name of a Hub repo; give owner/name, such as hub='me/my-run'")
+
+
+def check_pace(publish_every: float, endpoint: str) -> None:
+    """Raise ValueError where commits would come so fast that the Hub refuses them."""
+    if publish_every < MIN_PUBLISH_SECONDS and not LOOPBACK.match(endpoint):
+        raise ValueError(f"publish_every={publish_every:g} is too small; it must be at least {MIN_PUBLISH_SECONDS:g} seconds, for the Hub's sake")
 
 
 class _Progress:
