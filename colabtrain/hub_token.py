@@ -79,7 +79,9 @@ def find_token() -> str:
 
 def token_fault(token: str) -> str:
     """A sentence if `token` has characters that no token has (an HTTP library's own error would print it), else ""."""
-    return "" if not token or BEARER.fullmatch(token) else MALFORMED
+    if not token or BEARER.fullmatch(token):
+        return ""
+    return f"{MALFORMED}. {_AGAIN}" if _colab_was_asked() else MALFORMED  # huggingface_hub remembers a wrong one too
 
 
 def _look_up() -> tuple[str, str]:

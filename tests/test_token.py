@@ -288,9 +288,16 @@ def test_another_thread_may_find_what_is_not_colabs(colab: Colab, place: str, tm
 def test_characters_that_no_token_has(colab: Colab, bad: str) -> None:
     colab.answer = TOKEN + bad + TOKEN
     text = told("malformed")
+    colab.answer = TOKEN
+    assert "once a session" in text and told("malformed") == text
     with pytest.raises(ValueError, match="has characters") as caught:
         ModelFiles("owner/model", token=TOKEN + bad + TOKEN)
     assert str(caught.value) == text == token_fault(f"{TOKEN}{bad}x")
+
+
+def test_a_wrong_token_that_is_not_colabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", f"<{TOKEN}>")
+    assert told("malformed") == hub_token.MALFORMED
 
 
 @pytest.mark.parametrize("good", ["", TOKEN, "hf_oauth_eyJhbGciOi.eyJzdWIi-_x.c2ln==", "api_org_x"])
