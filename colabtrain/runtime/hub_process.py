@@ -86,9 +86,7 @@ class HubProcess:
                 answer = child.answers.get(timeout=patience)
             except queue.Empty:
                 self.kill()
-                told = "; the next try does without Xet" if self.with_xet else ""
-                self.with_xet = False
-                raise HubFailure(f"no byte went over the network for {patience:,.0f} s{told}") from None
+                raise HubFailure(f"no byte went over the network for {patience:,.0f} s{self._without_xet()}") from None
             if answer is None:
                 words = self._hidden(child.last_words())
                 self.kill()
@@ -96,15 +94,25 @@ class HubProcess:
             if "done" in answer:
                 return answer["done"]
             if "failed" in answer:
-                failed = answer["failed"]
-                failed = {name: self._hidden(item) if isinstance(item, str) else item for name, item in failed.items()}
-                raise HubFailure(**failed)
+                raise self._failure(**answer["failed"])
             if "wait" in answer:
                 patience = max(quiet_seconds, WAITING_SECONDS)
             elif answer["bytes"] - seen >= PROGRESS_BYTES:
                 patience, seen = quiet_seconds, answer["bytes"]
                 if hear is not None:
                     hear(seen)
+
+    def _failure(self, by_xet: bool, **told: Any) -> HubFailure:
+        hidden: dict[str, Any] = {name: self._hidden(item) if isinstance(item, str) else item for name, item in told.items()}
+        if by_xet and self.with_xet and hidden["status"] not in (401, 403):
+            self.kill()
+            hidden |= {"kind": "retry", "text": hidden["text"] + self._without_xet()}
+        return HubFailure(**hidden)
+
+    def _without_xet(self) -> str:
+        """For the next child: the other way to the same Hub is slower and simpler."""
+        told, self.with_xet = "; the next try does without Xet" if self.with_xet else "", False
+        return told
 
     def _hidden(self, text: str) -> str:
         return text.replace(self.access.token, "<token>")

@@ -102,8 +102,9 @@ def _answer(hub: Hub, job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         kind = KINDS.get(type(error)) or hub_errors.kind(error)
         told = str(error) if type(error) in KINDS else hub_errors.explain(error)
+        where = traceback.format_exc()
         failure = {"kind": kind, "text": told, "status": hub_errors.status(error), "wait": hub_errors.wait_seconds(error)}
-        return {"failed": failure | {"traceback": traceback.format_exc()}}
+        return {"failed": {**failure, "traceback": where, "by_xet": "xet" in where}}
 
 
 def _do(hub: Hub, job: str, **given: Any) -> Any:
