@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from colabtrain.dashboard import charts
-from colabtrain.dashboard.view import ALIVE, Status, View, clock, turned_off
+from colabtrain.dashboard.fields import clock
+from colabtrain.dashboard.view import ALIVE, Status, View, turned_off
 from colabtrain.runtime.diary import DIARY_FILE, Tail
 
 LOOK_SECONDS = 0.5  # how soon a change of state is seen
