@@ -145,7 +145,10 @@ class View:
         alive = status.state in ALIVE
         dot = f'<i class="ct-dot ct-{kind}{" ct-going" if alive else ""}"></i>'
         top = f'<div class="ct-top">{dot}<b>{html.escape(word)}</b><span class="ct-name">{html.escape(status.folder)}</span></div>'
-        sub = f'<div class="ct-sub">{" &middot; ".join(f"<span>{fact}</span>" for fact in self._facts(status))}</div>'
+        # A dot stands before its fact, in a margin that is cut off where the fact begins a line.
+        first, *more = self._facts(status)
+        facts = f"<span>{first}</span>" + "".join(f"<span><i>&middot;</i>{fact}</span>" for fact in more)
+        sub = f'<div class="ct-sub"><div>{facts}</div></div>'
         notes = self._notes(status)
         # Each refresh replaces the node and so restarts its style's delay: when none comes any more, the text appears.
         stale = f"No news since {clock(status.now)}: the kernel is busy or gone. After a restart, run the cell again to go on."
