@@ -9,18 +9,18 @@ in the diary of a process that died, so it is told by the caller, in a Status.
 from __future__ import annotations
 
 import html
-import re
-import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from colabtrain.dashboard import charts
 from colabtrain.dashboard.charts import Curve
+from colabtrain.dashboard.fields import clock, loss_text, mapping, number, one_line, plain_lines, whole
+from colabtrain.dashboard.safety import Safety
 from colabtrain.runtime.diary import Event, duration
 
-MAX_LINES, MAX_LOG_BYTES, MAX_LINE_CHARS = 200, 32_000, 2_000
+MAX_LINES, MAX_LOG_BYTES = 200, 32_000
 ALIVE = ("starting", "running", "paused", "stopping")
 STATES = {
     "starting": ("Starting", "wait"),
@@ -41,12 +41,11 @@ BAD_EVENTS = (
     "evaluation_failed",
     "hook_failed",
     "ending_failed",
+    "hub_error",
+    "fenced",
 )
 COUNTED = {"oom": "retried for memory", "set_aside": "set aside", "skipped": "skipped"}
 QUIET_SECONDS, QUIET_STEPS = 30.0, 5.0  # a step that takes longer than both of these (the second in usual steps) is said
-
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")  # ANSI: CSI, OSC, others
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # also what turns text around
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,15 @@ class View:
         self.curves: dict[str, Curve] = {}
         self.evaluation: Event = {}
         self.failure: Event = {}
-        self.saved_step: int | None = None
+        self.safety = Safety()
         self.preparing = ""  # the newest line of a run that has not begun to step
-        self.not_saved = ""  # why the newest checkpoint failed, until one succeeds
         self.counts: Counter[str] = Counter()
         self.seconds_per_step: float | None = None
         self.lines: deque[tuple[str, str, bool]] = deque(maxlen=MAX_LINES)  # time of day, text, is it bad
+
+    @property
+    def saved_step(self) -> int | None:
+        return self.safety.saved_step
 
     def feed(self, events: Iterable[Event]) -> None:
         """Take in new events, oldest first."""
@@ -84,19 +86,16 @@ class View:
             if kind == "step":
                 self._step(event)
             elif kind == "run_started":  # an earlier process may have failed, on another machine
-                self.failure, self.seconds_per_step, self.preparing, self.not_saved = {}, None, "", ""
+                self.failure, self.seconds_per_step, self.preparing = {}, None, ""
             elif kind == "resumed":
-                self._go_back(_whole(event.get("step")) or 0)
+                self._go_back(whole(event.get("step")) or 0)
             elif kind == "evaluation":
                 self.evaluation = event
             elif kind == "failed":
                 self.failure = event
             elif kind == "log":
                 self.preparing = next(iter(plain_lines(str(event.get("text") or ""))), "")
-            elif kind == "checkpoint_saved":
-                self.saved_step, self.not_saved = _whole(event.get("step")), ""
-            elif kind in ("checkpoint_failed", "checkpoint_late"):
-                self.not_saved = " ".join(plain_lines(str(event.get("text") or "")))
+            self.safety.feed(event)
             self.counts[str(kind)] += 1
             self._log(event)
 
@@ -108,18 +107,18 @@ class View:
     # Folding
 
     def _step(self, event: Event) -> None:
-        step = _whole(event.get("step"))
+        step = whole(event.get("step"))
         if step is None:
             return
-        if step <= (_whole(self.last.get("step")) or 0):
+        if step <= (whole(self.last.get("step")) or 0):
             self._go_back(step - 1)
         self.last = event
         self.counts["skipped"] += event.get("skipped") is True
-        loss, average = _mapping(event.get("loss")), _mapping(event.get("ema"))
+        loss, average = mapping(event.get("loss")), mapping(event.get("ema"))
         for name in loss:
             curve = self.curves.setdefault(str(name), Curve())
-            curve.add(step, _number(loss[name]), _number(average.get(name)))
-        if (seconds := _number(event.get("seconds"))) is not None:
+            curve.add(step, number(loss[name]), number(average.get(name)))
+        if (seconds := number(event.get("seconds"))) is not None:
             usual = self.seconds_per_step
             self.seconds_per_step = seconds if usual is None else 0.9 * usual + 0.1 * seconds
 
@@ -127,18 +126,16 @@ class View:
         """What lies beyond `step` is made anew; it happened, but it is not part of this model."""
         for curve in self.curves.values():
             curve.cut(step)
-        if (_whole(self.last.get("step")) or 0) > step:
+        if (whole(self.last.get("step")) or 0) > step:
             self.last = {}
-        if (_whole(self.evaluation.get("step")) or 0) > step:
+        if (whole(self.evaluation.get("step")) or 0) > step:
             self.evaluation = {}
-        if self.saved_step is not None:
-            self.saved_step = min(self.saved_step, step) or None
 
     def _log(self, event: Event) -> None:
         text = event.get("text")
         if isinstance(text, str):
             bad = event.get("event") in BAD_EVENTS
-            when = clock(_number(event.get("time")))
+            when = clock(number(event.get("time")))
             self.lines.extend((when, line, bad) for line in plain_lines(text))
 
     # Drawing
@@ -148,7 +145,10 @@ class View:
         alive = status.state in ALIVE
         dot = f'<i class="ct-dot ct-{kind}{" ct-going" if alive else ""}"></i>'
         top = f'<div class="ct-top">{dot}<b>{html.escape(word)}</b><span class="ct-name">{html.escape(status.folder)}</span></div>'
-        sub = f'<div class="ct-sub">{" &middot; ".join(f"<span>{fact}</span>" for fact in self._facts(status))}</div>'
+        # A dot stands before its fact, in a margin that is cut off where the fact begins a line.
+        first, *more = self._facts(status)
+        facts = f"<span>{first}</span>" + "".join(f"<span><i>&middot;</i>{fact}</span>" for fact in more)
+        sub = f'<div class="ct-sub"><div>{facts}</div></div>'
         notes = self._notes(status)
         # Each refresh replaces the node and so restarts its style's delay: when none comes any more, the text appears.
         stale = f"No news since {clock(status.now)}: the kernel is busy or gone. After a restart, run the cell again to go on."
@@ -159,25 +159,23 @@ class View:
             getting_ready = self.preparing or "preparing model and data"
             return [html.escape(getting_ready) if status.state == "starting" else "before the first step"]
         facts = [f"step {status.step:,} of {status.num_steps:,} ({100 * status.step // status.num_steps} %)"]
-        if (epoch := _whole(self.last.get("epoch"))) is not None:
+        if (epoch := whole(self.last.get("epoch"))) is not None:
             facts.append(f"epoch {epoch + 1}")
         if (pace := self.seconds_per_step) is not None:
             facts.append(f"{1000 * pace:.0f} ms/step" if pace < 0.1 else f"{pace:.2f} s/step")
             if status.state == "running":
                 facts.append(f"{duration((status.num_steps - status.step) * pace)} left")
-        if self.saved_step is not None:
-            facts.append(f"saved at step {self.saved_step:,}")
+        facts += self.safety.facts()
         return facts + [f"{self.counts[event]:,} {what}" for event, what in COUNTED.items() if self.counts[event]]
 
     def _notes(self, status: Status) -> list[str]:
         notes: list[str] = []
         if status.state == "failed":
             message = ": ".join(str(self.failure[key]) for key in ("error", "message") if self.failure.get(key))
-            reason = " ".join(plain_lines(message)) or "no reason was recorded"
+            reason = one_line(message) or "no reason was recorded"
             notes.append(_note(f"{reason} (at step {status.step:,}; the traceback is in {status.folder}/train.log)", "ct-error"))
-        if self.not_saved:
-            notes.append(_note(self.not_saved, "ct-error"))
-        quiet = status.now - (_number(self.last.get("time")) or status.now)
+        notes += [_note(text, "ct-error") for text in self.safety.notes()]
+        quiet = status.now - (number(self.last.get("time")) or status.now)
         if status.state == "running" and quiet > max(QUIET_SECONDS, QUIET_STEPS * (self.seconds_per_step or 0.0)):
             notes.append(_note(f"No step for {duration(quiet)}."))
         if status.error:
@@ -187,17 +185,17 @@ class View:
         return notes
 
     def _chips(self) -> str:
-        average, loss = _mapping(self.last.get("ema")), _mapping(self.last.get("loss"))
+        average, loss = mapping(self.last.get("ema")), mapping(self.last.get("loss"))
         chips: list[str] = []
         for k, name in enumerate(self.curves):
             if name in loss:
-                chips.append(_chip(f"loss {name}", _shown(average, name), charts.colour_class(k), f"last {_shown(loss, name)}"))
-        seconds, tokens = _number(self.last.get("seconds")), _number(self.last.get("tokens"))
+                chips.append(_chip(f"loss {name}", loss_text(average, name), charts.colour_class(k), f"last {loss_text(loss, name)}"))
+        seconds, tokens = number(self.last.get("seconds")), number(self.last.get("tokens"))
         if seconds and tokens:
             chips.append(_chip("tokens / s", f"{tokens / seconds:,.0f}"))
-        memory = _mapping(self.last.get("memory"))
+        memory = mapping(self.last.get("memory"))
         for key, label in (("gpu_peak", "GPU peak"), ("ram_peak", "RAM peak")):
-            if (peak := _number(memory.get(key))) is not None:
+            if (peak := number(memory.get(key))) is not None:
                 chips.append(_chip(label, f"{peak / 2**30:.1f} GiB"))
                 break
         return f'<div class="ct-chips">{"".join(chips)}</div>' if chips else ""
@@ -220,24 +218,6 @@ def turned_off(folder: str, reason: str) -> str:
     return f'<div class="ct-top"><i class="ct-dot ct-off"></i><b>Not shown any more</b></div>{_note(text, "ct-error")}'
 
 
-def plain_lines(text: str) -> list[str]:
-    """Lines as a terminal would leave them: a carriage return starts over; colours and control characters go."""
-    lines: list[str] = []
-    for line in _ESCAPES.sub("", text[:MAX_LOG_BYTES]).replace("\r\n", "\n").split("\n"):
-        shown = _CONTROLS.sub("", line.rstrip("\r").rpartition("\r")[2])
-        if shown.strip():
-            lines.append(shown if len(shown) <= MAX_LINE_CHARS else shown[:MAX_LINE_CHARS] + " ...")
-    return lines
-
-
-def clock(seconds: float | None) -> str:
-    """Time of day, or nothing where `seconds` is no time at all."""
-    try:
-        return "" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))
-    except (ValueError, OverflowError, OSError):
-        return ""
-
-
 def _bar(status: Status) -> str:
     percent = 100 * min(1.0, status.step / status.num_steps) if status.num_steps else 0.0
     kind = STATES.get(status.state, ("", "off"))[1]
@@ -256,38 +236,18 @@ def _note(text: str, kind: str = "") -> str:
 
 def _evaluation(event: Event) -> str:
     """Each sub-network, and what guessing by the class prior reaches, as a small table."""
-    rows = [*_mapping(event.get("results")).items()]
-    prior = _mapping(event.get("baselines")).get("prior")
+    rows = [*mapping(event.get("results")).items()]
+    prior = mapping(event.get("baselines")).get("prior")
     rows += [("class prior", prior)] if prior else []
     if not rows:
         return ""
-    parts = [f"held out: {event.get('split', '?')}", f"step {_whole(event.get('step')) or 0:,}"]
+    parts = [f"held out: {event.get('split', '?')}", f"step {whole(event.get('step')) or 0:,}"]
     caption = html.escape(", ".join(parts))
     return f'<table class="ct-table"><tr><th>{caption}</th><th>accuracy</th><th>nll</th></tr>{"".join(map(_evaluation_row, rows))}</table>'
 
 
 def _evaluation_row(row: Sequence[Any]) -> str:
-    overall = _mapping(_mapping(row[1]).get("overall"))
-    accuracy = _number(overall.get("accuracy"))
-    cells = ("n/a" if accuracy is None else f"{100 * accuracy:.1f} %", _shown(overall, "nll"))
+    overall = mapping(mapping(row[1]).get("overall"))
+    accuracy = number(overall.get("accuracy"))
+    cells = ("n/a" if accuracy is None else f"{100 * accuracy:.1f} %", loss_text(overall, "nll"))
     return f"<tr><td>{html.escape(str(row[0]))}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    """null in the diary is what JSON makes of NaN and infinity."""
-    number = _number(values.get(key))
-    return f"{number:.3f}" if number is not None else "not finite" if key in values else "n/a"
-
-
-def _number(value: object) -> float | None:
-    """A finite number within reason, else None (NaN compares as False)."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300 else None
-
-
-def _whole(value: object) -> int | None:
-    number = _number(value)
-    return None if number is None else int(number)
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

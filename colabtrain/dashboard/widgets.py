@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from colabtrain.dashboard import charts
-from colabtrain.dashboard.view import ALIVE, Status, View, clock, turned_off
+from colabtrain.dashboard.fields import clock
+from colabtrain.dashboard.view import ALIVE, Status, View, turned_off
 from colabtrain.runtime.diary import DIARY_FILE, Tail
 
 LOOK_SECONDS = 0.5  # how soon a change of state is seen
@@ -52,7 +53,8 @@ background:var(--colab-primary-surface-color,var(--jp-layout-color0,#fff))}
 .ct-chips{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:8px}
 .ct-chip{background:rgba(127,127,127,.1);border-radius:8px;padding:5px 10px;white-space:nowrap;overflow:hidden}
 .ct-chip span{display:block;font-size:11px;overflow:hidden;text-overflow:ellipsis}
-.ct-sub span{white-space:nowrap}
+.ct-sub{overflow:hidden}.ct-sub>div{display:flex;flex-wrap:wrap;margin-left:-16px}
+.ct-sub span{position:relative;padding-left:16px;min-width:0;overflow-wrap:anywhere}.ct-sub i{position:absolute;left:6px;font-style:normal}
 .ct-chip b{font-size:16px;font-weight:600}.ct-chip small{font-size:11px;margin-left:8px;opacity:.7}
 .ct-chip b,.ct-table{font-variant-numeric:tabular-nums}
 .ct .ct-table{border-collapse:collapse;margin:10px 0 0;border:0;font-size:13px;color:inherit;background:none;table-layout:auto}
