@@ -72,6 +72,8 @@ def explain(error: BaseException) -> str:
     """One line for people."""
     code, last = status(error), list(causes(error))[-1]
     said = " ".join(str(getattr(error, "server_message", None) or error).split())[:MAX_CHARS] or type(error).__name__
+    if code not in (None, 401, 403) and XET_STATUS.search(said):
+        return f"Xet, the way that large files take, fails ({said})"
     if code is not None:
         meaning = MEANINGS.get(code, "the Hub has trouble" if code >= 500 else "the Hub refuses")
         return f"{meaning} (HTTP {code}: {said})"

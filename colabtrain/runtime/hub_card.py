@@ -12,7 +12,6 @@ from typing import Any
 from colabtrain.runtime.manifest import STATE
 
 
-
 def extra_files(function: str, checkpoint: Path, facts: Mapping[str, Any]) -> tuple[dict[str, bytes], str]:
     """(file name -> content, what went wrong or ""). function: "module:name"; it is called with a checkpoint folder and facts."""
     if not function:

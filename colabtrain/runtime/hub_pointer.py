@@ -17,9 +17,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Pointer:
-    """writer: the session that owns the repo, "" if none has. claim: number of sessions so far. seq: number of published checkpoints so far.
-    checkpoint: folder in the repo of the newest one, of step `step`, "" if there is none. keep: the ones before it, oldest
-    first. time: epoch seconds of the commit. created: the repo is colabtrain's own, so that its history may be squashed."""
+    """writer: the session that owns the repo, "" if none has. claim: number of sessions so far. seq: number of checkpoints published
+    so far. checkpoint: folder of the newest one, of step `step`, "" if there is none. keep: the ones before it, oldest first. time:
+    epoch seconds of the commit. created: the repo is colabtrain's own, so that its history may be squashed."""
 
     writer: str = ""
     claim: int = 0
@@ -67,5 +67,6 @@ class Pointer:
         paths = [path for path in (given["checkpoint"], *given["keep"]) if path != ""]
         if bad := [path for path in paths if not (isinstance(path, str) and CHECKPOINT.fullmatch(path))]:
             raise ValueError(f"{bad[0]!r} is no checkpoint's folder")
-        values = {name: given[name] for name in kinds}
-        return cls(**{**values, "keep": tuple(given["keep"])})
+        values: dict[str, Any] = {name: given[name] for name in kinds}
+        values["keep"] = tuple(given["keep"])
+        return cls(**values)

@@ -29,7 +29,7 @@ from colabtrain.runtime.socket_bytes import SocketBytes
 
 CONNECT_SECONDS = 10.0
 BEAT_SECONDS = 1.0
-KINDS = {Fenced: "fenced", Changed: "changed", NotOurs: "not ours"}
+KINDS: dict[type[Exception], str] = {Fenced: "fenced", Changed: "changed", NotOurs: "not ours"}
 Send = Callable[[Mapping[str, Any]], None]
 
 

@@ -115,12 +115,9 @@ class Publisher:
             self._thread.join(SLICE_SECONDS)
         self.process.kill()
         if self.published_step != self.saved_step:
-            why = self._why or f"not done after {seconds:.0f} s"
-            self.diary.write(
-                "not_published",
-                f"step {self.saved_step:,} is on this machine only, not in {self.repo} ({why}); the same start() on this machine publishes it",
-                **self._standing(),
-            )
+            where = f"on this machine only, not in {self.repo} ({self._why or f'not done after {seconds:.0f} s'})"
+            text = f"step {self.saved_step:,} is {where}; the same start() on this machine publishes it"
+            self.diary.write("not_published", text, **self._standing())
 
     # The publisher's thread
 
@@ -212,9 +209,7 @@ class Publisher:
         text = f"step {item.step:,} could not be published to {self.repo}: {failure}; {then}; training goes on"
         told = {"kind": "retry" if passes else "refused", "status": failure.status, "retries": self._retries, "retry_at": at}
         is_news = self._retries & (self._retries - 1) == 0  # the first, second, fourth ... in a row
-        self.diary.write(
-            "hub_error", text if is_news else None, step=item.step, **told, traceback=failure.traceback, **self._standing()
-        )
+        self.diary.write("hub_error", text if is_news else None, step=item.step, **told, traceback=failure.traceback, **self._standing())
 
     def _be_fenced(self, item: Item) -> None:
         with self._changed:

@@ -53,6 +53,7 @@ class Remote:
         self._process = HubProcess(access, self._writer, folder / FOLDER / "cache")
         self._seen: dict[str, Any] | None = None  # the newest answer to `open`
         self._fallback: tuple[str, int] | None = None
+        self._displaces: Mapping[str, Any] | None = None  # the pointer of another session, which this one is about to fence
         self._offline = ""  # why the Hub was left out at the start
         self._publisher: Publisher | None = None
 
@@ -82,6 +83,9 @@ class Remote:
 
     def _look(self) -> None:
         self._seen = self._insist("open", OPEN_TRIES, private=self.config.private, quiet_seconds=OPEN_SECONDS)
+        assert self._seen is not None
+        before = self._seen["pointer"]
+        self._displaces = before if before and before["writer"] and not self._lineage.includes(before) else None
 
     def _insist(self, job: str, tries: int = TRIES, **given: Any) -> Any:
         wait = WAIT_SECONDS
@@ -180,12 +184,10 @@ class Remote:
         return self._insist("claim", seen=self._seen["pointer"], fallback=self._fallback)
 
     def _say_claimed(self, diary: Diary, pointer: Mapping[str, Any], published: int) -> None:
-        assert self._seen is not None
-        before = self._seen["pointer"] or {}
-        text = f"this session publishes to {self.repo} from here on"
-        age = time.time() - before.get("time", 0.0)
-        if before.get("writer") and age < RECENT_SECONDS:
-            text += f"; another one (on {before['host'] or 'another machine'}) did so {_ago(before['time'])}: if it is alive, it cannot any more"
+        text, before = f"this session publishes to {self.repo} from here on", self._displaces
+        if before and time.time() - before["time"] < RECENT_SECONDS:
+            who = f"another one (on {before['host'] or 'another machine'})"
+            text += f"; {who} did so {_ago(before['time'])}: if it is alive, it cannot any more"
         diary.write("hub_claimed", text, repo=self.repo, claim=pointer["claim"], published_step=published)
 
     def _join(self) -> Mapping[str, Any]:
@@ -204,12 +206,10 @@ class Remote:
 
     def budget(self, num_bytes: int) -> str:
         """What publishing checkpoints of this size comes to, for people."""
-        every = max(self.config.publish_every, 1.0)
-        day, kept = 86400 / every * num_bytes, self.config.keep_remote
-        return (
-            f"a checkpoint is {num_bytes / 1e6:,.1f} MB; one every {duration(every)} at most is up to {day / 1e9:,.1f} GB of uploads a day; "
-            f"{self.repo} keeps the newest {kept}, and its history at most {self.config.squash_every}"
-        )
+        every, config = max(self.config.publish_every, 1.0), self.config
+        day = f"{86400 / every * num_bytes / 1e9:,.1f} GB of uploads a day"
+        kept = f"{self.repo} keeps the newest {config.keep_remote}, and up to {config.squash_every} in its history"
+        return f"a checkpoint is {num_bytes / 1e6:,.1f} MB; one every {duration(every)} at most is up to {day}; {kept}"
 
     def offer(self, path: Path, step: int, saved_at: float) -> None:
         """A checkpoint is on the disk."""
@@ -252,7 +252,9 @@ def check_repo(repo: str) -> None:
 def check_pace(publish_every: float, endpoint: str) -> None:
     """Raise ValueError where commits would come so fast that the Hub refuses them."""
     if publish_every < MIN_PUBLISH_SECONDS and not LOOPBACK.match(endpoint):
-        raise ValueError(f"publish_every={publish_every:g} is too small; it must be at least {MIN_PUBLISH_SECONDS:g} seconds, for the Hub's sake")
+        raise ValueError(
+            f"publish_every={publish_every:g} is too small; it must be at least {MIN_PUBLISH_SECONDS:g} seconds, for the Hub's sake"
+        )
 
 
 class _Progress:
