@@ -106,9 +106,8 @@ class Run:
             self.diary = Diary(self.folder)
             if not locked:
                 self.diary.log("this file system has no locks: take care that no second run uses the folder")
-            for name in FILES:
-                if self._controls.take_file(name):
-                    self.diary.log(f"removed a file {name} left from before")
+            for name in filter(self._controls.take_file, FILES):
+                self.diary.log(f"removed a file {name} left from before")
             if warning := disk.mount_warning(self.folder):
                 self.diary.log(warning)
             assert self._task is not None
@@ -153,9 +152,8 @@ class Run:
         try:
             self._await_end(timeout)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"only wait() was interrupted: the run is {self.state} at step {self.step:,}; run.stop() stops it"
-            ) from None
+            text = f"only wait() was interrupted: the run is {self.state} at step {self.step:,}; run.stop() stops it"
+            raise KeyboardInterrupt(text) from None
         if self.state == "failed":
             raise RunFailed(self.exception_text)
         return self.state
@@ -189,8 +187,8 @@ class Run:
     def borrow(self) -> Generator[Any]:
         """The model, for inference between two steps: eval mode, no gradients, full width and depth.
 
-        Waits for the end of the step in progress; training waits for the end of the context and goes on as if nothing
-        had been: modes and random state are put back. Raises RuntimeError where there is no model to lend.
+        Waits for the step in progress; training waits for the end of the context and goes on as if nothing had been: modes and
+        random state are put back. Raises RuntimeError where there is no model to lend.
         """
         if threading.current_thread() is self.thread or self._keeper.is_me():
             raise RuntimeError("borrow() is for other threads; a step already has the model to itself, and a hook must not wait for one")
@@ -233,8 +231,7 @@ class Run:
         if self._state not in ENDED:
             raise RuntimeError(f"the run is {self.state} at step {self.step:,}; stop it first: run.stop()")
         self._done.wait()
-        self._task = self.owned = self._on_checkpoint = None
-        self.identity = None
+        self._task = self.owned = self.identity = self._on_checkpoint = None
         self._keeper.free()
         device.forget_last_error(__name__.partition(".")[0])
         with contextlib.suppress(RuntimeError):  # of a device that is dead
