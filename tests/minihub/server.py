@@ -76,6 +76,8 @@ class Server(ThreadingHTTPServer):
                 continue  # closed by its client or by its thread
         for thread in still_open:
             thread.join(JOIN_SECONDS)
+            if thread.is_alive():
+                self.hub.errors.append(RuntimeError("a request did not end with the hub"))
 
 
 class Handler(BaseHTTPRequestHandler):
