@@ -39,6 +39,7 @@ class Seen(NamedTuple):
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # clients beyond that try again after a second
 
     def __init__(self, hub: MiniHub, port: int) -> None:
         self.hub = hub
