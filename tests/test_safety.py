@@ -103,7 +103,9 @@ def test_a_new_process_takes_from_its_claim_what_is_published():
     assert facts(*before, *now) == ["saved at step 8", "on the Hub: step 8", "nothing at risk"]
     later = [*before, *now, step(9, 90_000.0), step(10, 90_010.0)]
     assert folded(later).seconds_at_risk() == 10.0, "the time between the two processes is no training"
-    assert folded([*before, STARTED, claimed(4), {"event": "resumed", "step": 8}]).seconds_at_risk() is None, "nobody knows how long it took"
+    assert folded([*before, STARTED, claimed(4), {"event": "resumed", "step": 8}]).seconds_at_risk() is None, (
+        "nobody knows how long it took"
+    )
 
 
 def test_a_pause_is_nothing_to_lose_once_all_is_published():
@@ -169,11 +171,16 @@ def test_errors_are_red_in_head_and_log_and_no_markup():
     view.feed([*events, {"event": "fenced", "text": "<i>fenced</i>", "time": 0.0}])
     made = view.pieces(Status("running", 1, 10, "runs/demo", 2.0))
     assert '<div class="ct-note ct-error">&lt;i&gt;fenced&lt;/i&gt;</div>' in made["head"]
-    assert re.findall(r"<p class=ct-err><i>[^<]*</i><span>(.*?)</span>", made["log"]) == ["&lt;i&gt;fenced&lt;/i&gt;", "&lt;b&gt;no&lt;/b&gt;"]
+    assert re.findall(r"<p class=ct-err><i>[^<]*</i><span>(.*?)</span>", made["log"]) == [
+        "&lt;i&gt;fenced&lt;/i&gt;",
+        "&lt;b&gt;no&lt;/b&gt;",
+    ]
     assert "step 3 skipped" in made["log"]
 
 
 @pytest.mark.parametrize("kind", ["hub_claimed", "checkpoint_published", "hub_error", "publish_skipped", "fenced"])
-@pytest.mark.parametrize("odd", [{}, {"step": "x", "saved_at": "y", "published_step": [], "text": 7, "retry_at": {}, "kind": 3, "time": None}])
+@pytest.mark.parametrize(
+    "odd", [{}, {"step": "x", "saved_at": "y", "published_step": [], "text": 7, "retry_at": {}, "kind": 3, "time": None}]
+)
 def test_odd_events_are_survived(kind: str, odd: dict[str, Any]):
     assert "Training" in head(step(1), {**odd, "event": kind}, {"event": "step", "step": 2}, {**odd, "event": kind}, step(3))
