@@ -207,7 +207,7 @@ class Publisher:
             self._skip(item, newer)
         then = "the next one is tried" if is_local else f"tried again at {time.strftime('%H:%M:%S', time.localtime(at))}"
         text = f"step {item.step:,} could not be published to {self.repo}: {failure}; {then}; training goes on"
-        told = {"kind": "retry" if passes else "refused", "status": failure.status, "retries": self._retries, "retry_at": at}
+        told = {"kind": "retry" if passes else "refused", "reason": self._why, "status": failure.status, "retries": self._retries}
         is_news = self._retries & (self._retries - 1) == 0  # the first, second, fourth ... in a row
         self.diary.write("hub_error", text if is_news else None, step=item.step, **told, traceback=failure.traceback, **self._standing())
 
