@@ -120,6 +120,8 @@ def test_a_step_back_takes_what_lies_beyond_along():
     assert facts(*events, {"event": "resumed", "step": 0}) == ["nothing on the Hub yet"]
     assert facts(*events, {"event": "resumed", "step": 7}) == ["saved at step 7", "on the Hub: step 6", "at risk: 2 s"]
     assert facts(*events, step(5, 2000.0))[:2] == ["saved at step 4", "on the Hub: step 4"], "made anew without a word"
+    again = [*events, {"event": "resumed", "step": 4}, step(5, 2000.0)]
+    assert folded(again).seconds_at_risk() == 2000.0 - 1001.0, "when step 4 was captured is not known"
 
 
 # What goes wrong
