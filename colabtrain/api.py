@@ -17,7 +17,7 @@ from colabtrain.compat import translate
 from colabtrain.config import RunConfig, TrainConfig, as_path, split_options
 from colabtrain.elastic.own_model import OwnModel
 from colabtrain.elastic.task import ElasticTask
-from colabtrain.hub_token import find_token
+from colabtrain.hub_token import HubError, find_token
 from colabtrain.mmjev import adapter_files
 from colabtrain.mmjev.adapter import check_replaceable, load_adapter
 from colabtrain.mmjev.model import MMJev
@@ -185,6 +185,8 @@ def _remote(config: RunConfig, folder: Path, jev: Any, task: Any) -> Remote | No
         return None
     check_repo(config.hub)
     check_pace(config.publish_every, constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE:
+        raise HubError(f"hub={config.hub!r}: HF_HUB_OFFLINE is set, which keeps the Hub out of reach; unset it and restart")
     model, named = getattr(task, "model", None), isinstance(jev, (str, Path))
     what = f"{str(jev)!r}, data" if named else "model, data" if isinstance(task, ElasticTask) else "task=task"
     on_hub = isinstance(jev, str) and "/" in jev and not Path(jev).expanduser().is_dir()
