@@ -192,9 +192,10 @@ def test_what_a_token_may_do(hub: MiniHub, api: HfApi) -> None:
     assert status_of(error) == 403
     api.create_repo("user/open", private=False)
     assert other.repo_info("user/open").id == nobody.repo_info("user/open").id == "user/open"
-    with pytest.raises(HfHubHTTPError) as error:
-        other.auth_check("user/open", write=True)
-    assert status_of(error) == 403
+    for refused, write, status in ((other, True, 403), (wrong, False, 401)):
+        with pytest.raises(HfHubHTTPError) as error:
+            refused.auth_check("user/open", write=write)
+        assert status_of(error) == status
 
 
 def test_the_client_has_nothing_of_the_person(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
