@@ -258,6 +258,14 @@ def test_bodies_in_chunks_and_bodies_that_wait_to_be_asked_for(hub: MiniHub) -> 
     assert hub.stored_bytes(REPO) == len(content)
 
 
+def test_an_object_that_was_collected_is_not_found(hub: MiniHub) -> None:
+    assert put(hub, b"content") == 200
+    sha256 = hashlib.sha256(b"content").hexdigest()
+    assert ask(hub, "GET", f"/_cdn/{sha256}", Authorization="")[2] == b"content"
+    hub.gc(REPO)  # no commit names it
+    assert ask(hub, "GET", f"/_cdn/{sha256}", Authorization="")[0] == 404
+
+
 def test_a_client_that_leaves_in_its_body_stores_nothing(hub: MiniHub) -> None:
     head = f"PUT /_lfs/model/{REPO}/{'0' * 64} HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", hub.port), timeout=SECONDS) as connection:
@@ -284,4 +292,8 @@ def test_parts_of_a_file(hub: MiniHub) -> None:
 def test_a_bug_of_the_hub_is_not_kept_to_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(json.JSONDecodeError), MiniHub(tmp_path) as hub:
         assert ask(hub, "POST", "/api/repos/create", "no JSON")[0] == 500
+    with pytest.raises(ZeroDivisionError), MiniHub(tmp_path) as hub:
+        hub.fault("GET", "/whoami", "call", lambda hub: 1 // 0)
+        with pytest.raises(ConnectionError):
+            ask(hub, "GET", "/api/whoami-v2")
     assert capfd.readouterr() == ("", "")
