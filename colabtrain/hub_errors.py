@@ -75,6 +75,7 @@ def explain(error: BaseException) -> str:
     if code not in (None, 401, 403) and XET_STATUS.search(said):
         return f"Xet, the way that large files take, fails ({said})"
     if code is not None:
+        said = "from Xet" if XET_STATUS.search(said) else said
         meaning = MEANINGS.get(code, "the Hub has trouble" if code >= 500 else "the Hub refuses")
         return f"{meaning} (HTTP {code}: {said})"
     if isinstance(last, errors.OfflineModeIsEnabled):

@@ -106,7 +106,7 @@ class Safety:
 def _why(event: Event) -> str:
     reason = one_line(event.get("reason"))
     text = f"publishing fails: {reason}" if reason else one_line(event.get("text")) or "publishing fails"
-    again = clock(number(event.get("retry_at"))) if event.get("kind") == "retry" else ""
+    again = clock(number(event.get("retry_at")))
     return f"{text.rstrip('.')}. Next try at {again}." if again else text
 
 
