@@ -185,9 +185,10 @@ def _remote(config: RunConfig, folder: Path, jev: Any, task: Any) -> Remote | No
     check_pace(config.publish_every, constants.ENDPOINT)
     model, named = getattr(task, "model", None), isinstance(jev, (str, Path))
     what = f"{str(jev)!r}, data" if named else "model, data" if isinstance(task, ElasticTask) else "task=task"
+    on_hub = isinstance(jev, str) and "/" in jev and not Path(jev).expanduser().is_dir()
     facts = {
         "name": getattr(model, "name", type(task).__name__),
-        "base_model": str(jev) if named and "/" in str(jev) else None,
+        "base_model": jev if on_hub else None,
         "start": f"run = colabtrain.start({what}, hub={config.hub!r})",
     }
     return Remote(HubAccess(config.hub, find_token(), constants.ENDPOINT), folder.absolute(), config, CARD, facts)

@@ -32,7 +32,9 @@ with warnings.catch_warnings():  # an older matplotlib and a newer pyparsing
 pytestmark = [pytest.mark.colab, pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")]
 BASE = "google/gemma-3n-E4B-it"
 START = f'run = colabtrain.start("{BASE}", data, hub="me/run")'
-EVIL = "</code><script>alert(1)</script> `x` | [a](javascript:b) $\\frac{$ <!-- \r\n---\nlicense: mit\n# big\n```\n\u202e**bold** www.x.org"
+EVIL = (
+    "</code><script>alert(1)</script> `<u>x</u>` | [a](javascript:b) $x$ <!-- \r\n---\nlicense: mit\n# big\n```\n\u202e**bold** www.x.org"
+)
 
 
 def step(i: int, loss: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def test_a_base_model_is_named_only_where_the_hub_knows_such_names(tmp_path: Pat
 
 
 def test_no_text_is_markup(tmp_path: Path):
-    events = [step(i, {EVIL: 1.0, "_hidden": 2.0, "$a$": 3.0, "\u65e5\u672c": 4.0}) for i in range(1, 11)]
+    events = [step(i, {EVIL: 1.0, "_hidden": 2.0, "$\\frac{$": 3.0, "\u65e5\u672c": 4.0}) for i in range(1, 11)]
     results = {EVIL: evaluation(1)["results"]["full"]}
     files = made(
         tmp_path, [*events, {**evaluation(10), "split": EVIL, "results": results}], name=EVIL, repo=EVIL, base_model=EVIL, start=EVIL
@@ -245,7 +247,7 @@ def executed(code: str, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_its_lines_load_what_was_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    subnets = {"full": SubnetConfig(exit_layer=6, sibling_from=2), "fast": SubnetConfig(exit_layer=3, media_exit=1, ffn_width=64)}
+    subnets = {"full": SubnetConfig(exit_layer=6, sibling_from=2), "fast": SubnetConfig(exit_layer=4, media_exit=1, ffn_width=64)}
     options: dict[str, Any] = {"lora_r": 3, "lora_alpha": 6.0, "subnets": subnets, "steps": 2, "batch_size": 2}
     colabtrain.train(colabtrain.MMJev.tiny(5), help_desk(40), run_dir=tmp_path / "run", **options)
     (checkpoint,) = (tmp_path / "run/checkpoints").glob("step-00000002")

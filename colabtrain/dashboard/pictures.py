@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,10 @@ def small_loss_png(curves: Mapping[str, Curve]) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.09, 0.16, 0.89, 0.80))  # fixed: finding margins that fit takes longer than the drawing
     shown = {name: curve for name, curve in curves.items() if curve.points}
-    points = [point for curve in shown.values() for point in curve.points]
-    low, high = _limits(points)
-    axes.set_ylim(low, high)
+    axes.set_ylim(*_limits([point for curve in shown.values() for point in curve.points]))
     for curve, colour in zip(shown.values(), COLOURS * len(shown), strict=False):
         steps = [point.step for point in curve.points]
-        raw, average = ([point.raw for point in curve.points], [point.average for point in curve.points])
-        _lines(axes, colour, steps, *(_within(values, low, high) for values in (raw, average)))
+        _lines(axes, colour, steps, [point.raw for point in curve.points], [point.average for point in curve.points])
     axes.tick_params(labelsize=8)
     axes.set_xlabel("step", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -77,6 +73,7 @@ def _lines(axes: Axes, colour: str, steps: Sequence[float], raw: Sequence[Any], 
 
 
 def _limits(points: Sequence[Point]) -> tuple[float, float]:
+    """As in the live view, some outliers may leave the frame."""
     values = sorted(point.raw for point in points if point.raw is not None)
     if not values:
         return 0.0, 1.0
@@ -84,16 +81,10 @@ def _limits(points: Sequence[Point]) -> tuple[float, float]:
     return frame.low, frame.high
 
 
-def _within(values: Iterable[float | None], low: float, high: float) -> list[float]:
-    """Outliers stick to the edge, as in the live view; what was not finite leaves a gap."""
-    return [math.nan if value is None else min(high, max(low, value)) for value in values]
-
-
 def _legend(axes: Axes, names: Sequence[str], **options: Any) -> None:
     """Names of the strong lines; of very many, the first."""
     if names:
-        # One that begins with _ is not shown without the space.
-        labels = [f" {_drawable(name[:MAX_NAME_CHARS])}" for name in names[:MAX_NAMES]]
+        labels = [_drawable(name[:MAX_NAME_CHARS]) for name in names[:MAX_NAMES]]
         for text in axes.legend(axes.get_lines()[1::2][:MAX_NAMES], labels, frameon=False, **options).get_texts():
             text.set_parse_math(False)
 

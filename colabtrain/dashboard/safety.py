@@ -88,8 +88,8 @@ class Safety:
 
     def _go_on(self, event: Event) -> None:
         self._cut(whole(event.get("step")) or 0)
-        if self._captured is not None and self._is_published():
-            self._captured = number(event.get("time"))  # nothing was made during the pause, so nothing of it is at risk
+        if self._is_published():
+            self._captured = number(event.get("time"))  # nothing was made in the meantime, so nothing of it is at risk
 
     def _cut(self, step: int) -> None:
         """What lies beyond `step` is not part of this model."""
