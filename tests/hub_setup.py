@@ -121,7 +121,9 @@ class Told:
         self.process.kill()
         self.process.wait()
         self._reader.join(SECONDS)
-        self._errors.close()
+        for file in (self.process.stdin, self._errors):
+            if file is not None:
+                file.close()
 
     @property
     def pid(self) -> int:
