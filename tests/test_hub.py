@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from minihub import QUOTA_FULL, MiniHub, Token, client
 
 from colabtrain import hub_errors
+from colabtrain.dashboard import card
 from colabtrain.runtime import manifest
-from colabtrain.runtime.hub import Changed, Fenced, Hub, NotOurs
+from colabtrain.runtime.hub import MADE_ANEW, Changed, Fenced, Hub, NotOurs
 from colabtrain.runtime.hub_pointer import LATEST, Pointer
 from colabtrain.runtime.manifest import FILES, MANIFEST
 
@@ -273,6 +273,23 @@ def test_a_checkpoint_that_is_gone_from_this_disk_is_no_fault_of_the_hub(hub: Mi
     assert hub_errors.kind(raised.value) == hub_errors.LOCAL
 
 
+def test_a_card_is_made_anew_until_a_person_takes_it_over(hub: MiniHub, first: Session) -> None:
+    def made(step: int) -> dict[str, bytes]:
+        return {"README.md": f"<!-- {MADE_ANEW}; ... -->\nstep {step}\n".encode(), "losses.png": b"%d" % step}
+
+    api = HfApi(hub.url, "hf_write")
+    first.claim()
+    first.publish(1, extra=made(1)), first.publish(2, extra=made(2))
+    assert b"step 2" in hub.read(REPO, "main", "README.md")
+    api.create_commit(REPO, [CommitOperationAdd("README.md", b"# mine\n")], commit_message="mine")
+    first.publish(3, extra=made(3))
+    assert hub.read(REPO, "main", "README.md") == b"# mine\n" and hub.read(REPO, "main", "losses.png") == b"3"
+    api.create_commit(REPO, [CommitOperationDelete("README.md")], commit_message="yours again")
+    first.publish(4, extra=made(4))
+    assert b"step 4" in hub.read(REPO, "main", "README.md")
+    assert MADE_ANEW in card.MARK
+
+
 # Two sessions
 
 
@@ -414,8 +431,10 @@ def test_a_download_that_breaks_off_is_an_error_to_try_again(hub: MiniHub, first
     with pytest.raises(Exception) as raised:
         second.hub.fetch(hub.head(REPO), tmp_path / "arrived")
     assert hub_errors.kind(raised.value) == hub_errors.RETRY
-    shutil.rmtree(tmp_path / "arrived")
+    hub.take_log()
     assert second.hub.fetch(hub.head(REPO), tmp_path / "arrived")["step"] == 1
+    asked = {seen.path.rpartition("/")[2] for seen in hub.take_log() if seen.method == "GET"}
+    assert {"trainable.safetensors", "optimizer.safetensors"} <= asked and "diary.jsonl" not in asked, "what had come is not asked for again"
 
 
 def test_a_token_that_is_another_account_s_cannot_take_the_repo(hub: MiniHub, first: Session, tmp_path: Path) -> None:

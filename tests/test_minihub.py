@@ -128,9 +128,13 @@ def test_an_lfs_object_is_sent_once_and_may_be_deleted_for_good(hub: MiniHub, ap
     hub.take_log()
     sha = commit(api, {"b.safetensors": content})
     assert not [seen for seen in hub.take_log() if seen.method == "PUT"]
+    api.create_repo("user/other")
+    api.upload_file(path_or_fileobj=content, path_in_repo="c.safetensors", repo_id="user/other")
+    assert len([seen for seen in hub.take_log() if seen.method == "PUT"]) == 1  # once for each repository
     [file] = api.list_lfs_files(REPO)
     api.permanently_delete_lfs_files(REPO, [file], rewrite_history=False)
     assert hub.head(REPO) == sha and hub.stored_bytes(REPO) == 0
+    assert hub.read("user/other", "main", "c.safetensors") == content
 
 
 def test_a_download_that_ends_early_is_resumed(hub: MiniHub, api: HfApi) -> None:
@@ -192,9 +196,10 @@ def test_what_a_token_may_do(hub: MiniHub, api: HfApi) -> None:
     assert status_of(error) == 403
     api.create_repo("user/open", private=False)
     assert other.repo_info("user/open").id == nobody.repo_info("user/open").id == "user/open"
-    with pytest.raises(HfHubHTTPError) as error:
-        other.auth_check("user/open", write=True)
-    assert status_of(error) == 403
+    for refused, write, status in ((other, True, 403), (wrong, False, 401)):
+        with pytest.raises(HfHubHTTPError) as error:
+            refused.auth_check("user/open", write=write)
+        assert status_of(error) == status
 
 
 def test_the_client_has_nothing_of_the_person(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

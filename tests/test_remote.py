@@ -231,7 +231,7 @@ def test_no_checkpoint_that_can_be_used_is_an_error_and_no_fresh_start(hub: Mini
         if path.endswith("optimizer.safetensors"):
             hub.store.path(entry.sha256).write_bytes(b"\0" * entry.size)
     before = hub.head(REPO)
-    with pytest.raises(ValueError, match="no checkpoint in user/run can be used .*; name another repo to start anew"):
+    with pytest.raises(ValueError, match=r"no checkpoint in user/run can be used .*; name another repo to start anew"):
         machine("b").start()
     assert hub.head(REPO) == before
 

@@ -21,6 +21,7 @@ from colabtrain.dashboard.view import View
 from colabtrain.runtime.diary import DIARY_FILE, Event
 
 README, PICTURE = "README.md", "losses.png"
+MARK = "<!-- This card is made anew with every checkpoint; remove this line to keep your own text. -->"  # what publishes looks for it
 MAX_ROWS, MAX_CODE_CHARS = 20, 120
 ELASTIC = ("full", "fast")
 TABLE_SIGNS = str.maketrans({"`": "'", "|": "¦"})  # what ends a code span, and what ends a cell even inside of one
@@ -72,7 +73,7 @@ def _head(facts: Mapping[str, Any], view: View) -> list[str]:
     lines = [f"{what}.", f"This repo holds its checkpoints. The newest is of **step {step:,}{of}**{when}."]
     if base := _base_model(facts):
         lines.append(f"What is trained are adapters, heads and latents on `{base}`; the weights of the base are not here.")
-    return [f"# {_code(facts.get('name'))}", "\n".join(lines)]
+    return [MARK, f"# {_code(facts.get('name'))}", "\n".join(lines)]
 
 
 def _losses(view: View) -> list[str]:

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from colabtrain.runtime.hub_pointer import CHECKPOINT, FOLDER, LATEST, Pointer
 from colabtrain.runtime.manifest import FILES, MANIFEST, STATE, CheckpointError
 
 BRANCH = "main"
-NOBODYS = {".gitattributes", "README.md"}  # what an empty repo may have
+CARD = "README.md"
+MADE_ANEW = "This card is made anew with every checkpoint"  # a card that does not say so is a person's
+NOBODYS = {".gitattributes", CARD}  # what an empty repo may have
 TRIES = 5  # at one commit while HEAD moves, or at reading a HEAD that is squashed away
 Adds = list[CommitOperationAdd]
-Build = Callable[[Pointer | None], tuple[Pointer, Adds] | None]
+Build = Callable[[str, Pointer | None], tuple[Pointer, Adds] | None]
 
 
 class Fenced(Exception):
@@ -58,7 +60,7 @@ class Hub:
         state (state.json of its newest checkpoint, or None), private, created (just now)}. Raises NotOurs."""
         created = self._create(private)
         if created:
-            self._commit(lambda pointer: None if pointer else (Pointer(created=True, time=time.time()), []), "made by colabtrain")
+            self._commit(lambda sha, pointer: None if pointer else (Pointer(created=True, time=time.time()), []), "made by colabtrain")
         info = self._api.model_info(self.repo, revision=BRANCH)
         sha, pointer = self._head()
         if pointer is None and (foreign := sorted({file.rfilename for file in info.siblings or ()} - NOBODYS)):
@@ -157,6 +159,8 @@ class Hub:
         """The step of checkpoint `path`, now in `folder` and checked against its manifest. Raises CheckpointError."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in (MANIFEST, *FILES):
+            if name != MANIFEST and _is_right(folder, name):  # from a try that broke off
+                continue
             file = self._fetch(sha, f"{path}/{name}")
             if file is None:
                 raise CheckpointError(f"{name} is missing")
@@ -171,7 +175,7 @@ class Hub:
         Pointer.claimed(). Raises Changed where HEAD has another one."""
         known = Pointer.from_json(seen) if seen else None
 
-        def build(pointer: Pointer | None) -> tuple[Pointer, Adds] | None:
+        def build(sha: str, pointer: Pointer | None) -> tuple[Pointer, Adds] | None:
             if pointer is not None and pointer.writer == self.writer:
                 return None
             if pointer != known:
@@ -188,17 +192,24 @@ class Hub:
             raise FileNotFoundError(2, "is not there any more", str(checkpoint))
         made: dict[str, Adds] = {}
 
-        def build(pointer: Pointer | None) -> tuple[Pointer, Adds] | None:
+        def build(sha: str, pointer: Pointer | None) -> tuple[Pointer, Adds] | None:
             mine = self._mine(pointer)
             if mine.checkpoint.endswith(f"-{nonce}"):
                 return None
             new = mine.published(step, nonce, keep)
             if new.checkpoint not in made:  # else only the commit is made again: the operations know what is uploaded
                 made[new.checkpoint] = [CommitOperationAdd(f"{new.checkpoint}/{name}", checkpoint / name) for name in (MANIFEST, *FILES)]
-                made[new.checkpoint] += [CommitOperationAdd(name, data) for name, data in extra.items()]
+                made[new.checkpoint] += [CommitOperationAdd(name, data) for name, data in self._wanted(sha, extra)]
             return new, made[new.checkpoint]
 
         return self._commit(build, f"step {step}", made.clear).to_json()
+
+    def _wanted(self, sha: str, extra: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+        """Without the card where the repo has one that a person wrote or took over."""
+        for name, data in extra.items():
+            there = self._fetch(sha, name) if name == CARD else None
+            if there is None or MADE_ANEW.encode() in there.read_bytes():
+                yield name, data
 
     def squash(self) -> None:
         """Make one commit of the history. Raises Fenced; what another session committed meanwhile stays."""
@@ -214,11 +225,11 @@ class Hub:
         return pointer
 
     def _commit(self, build: Build, message: str, forget: Callable[[], object] = lambda: None) -> Pointer:
-        """Compare and swap: build(HEAD's pointer) gives the next pointer and what goes with it, None where that is there already.
+        """Compare and swap: build(HEAD, its pointer) gives the next pointer and what goes with it, None where that is there already.
         forget(): what was uploaded is not there any more."""
         for attempt in range(1, TRIES + 1):
             sha, pointer = self._head()
-            if (built := build(pointer)) is None:
+            if (built := build(sha, pointer)) is None:
                 assert pointer is not None
                 return pointer
             try:
@@ -231,8 +242,8 @@ class Hub:
                 elif kind not in (hub_errors.CONFLICT, hub_errors.RETRY):
                     raise
                 elif kind == hub_errors.RETRY or attempt == TRIES:
-                    landed = self._head()[1]
-                    if build(landed) is not None:
+                    sha, landed = self._head()
+                    if build(sha, landed) is not None:
                         raise
                     assert landed is not None
                     return landed
@@ -253,3 +264,11 @@ class Hub:
         except EntryNotFoundError:
             return []
         return [path for path in found if CHECKPOINT.fullmatch(path) and path not in new.candidates()]
+
+
+def _is_right(folder: Path, name: str) -> bool:
+    try:
+        manifest.check(folder, [name])
+    except CheckpointError:
+        return False
+    return True

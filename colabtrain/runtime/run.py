@@ -59,18 +59,16 @@ class Run:
         on_checkpoint: Hook | None = None,
         remote: Remote | None = None,
     ) -> None:
-        """owned: what the task trains; two live runs of one model would destroy each other. identity: what is learned
-        (JSON), to tell whether another start() asks for the same; None: nobody knows before prepare().
-        on_checkpoint(path, step): called after each save, beside the training. remote: the Hub repo, not yet open."""
+        """owned: what the task trains; two live runs of one model would destroy each other. identity: what is learned (JSON), to tell
+        whether another start() asks for the same; None: nobody knows before prepare(). remote: the Hub repo, not yet open."""
         self.folder = Path(folder).absolute()  # a cell may change the working directory
         self.step, self.num_steps = 0, 0
         self.exception_text: str | None = None  # the traceback
         self.error_line: str | None = None  # type and message
         self.needs_restart = False  # failed in a way that only a new process helps against
         self.when_ended: list[Callable[[], None]] = []  # called by wait() and stop(): what a notebook saves shows the end
-        self.config = config
+        self.config, self.identity = config, identity
         self.owned = task if owned is None else owned
-        self.identity = identity
         self._task: Task | None = task
         self.resumes, self._on_checkpoint, self._remote = resume, on_checkpoint, remote
         self._state: State = "starting"  # written by the worker alone
@@ -97,8 +95,7 @@ class Run:
         refuse(self.folder / "checkpoints", self.resumes, self.identity, self.config.allow_mismatch)
 
     def launch(self) -> None:
-        """Lock the folder, look at the Hub, start the thread. Raises AlreadyRunning if another process has the folder, and what
-        Remote.open() does."""
+        """Lock the folder, look at the Hub, start the thread. Raises AlreadyRunning, and what Remote.open() does."""
         locked = self._lock.take()
         try:
             if self._remote:
@@ -217,8 +214,8 @@ class Run:
 
     def _heir(self) -> Run | None:
         """The live run that has the model, once this one has ended."""
-        others: list[Run] = [job for job in jobs() if job is not self and job.state not in ENDED and job.owned is self.owned]
-        return others[0] if others and self._state in ENDED else None
+        mine = (job for job in jobs() if job is not self and job.state not in ENDED and job.owned is self.owned)
+        return next(mine, None) if self._state in ENDED else None
 
     def history(self) -> dict[str, list[Any]]:
         """What was recorded at each step so far, over all machines: column name -> values."""

@@ -88,7 +88,8 @@ class Faults:
                 fault.used += 1
                 if fault.times is not None and fault.used >= fault.times:
                     self._waiting.remove(fault)
-                fault.reached.set()
+                if fault.name != "hang":  # a hang says itself that it began
+                    fault.reached.set()
                 return fault
         return None
 

@@ -50,7 +50,7 @@ class MiniHub:
         self.errors: list[BaseException] = []  # bugs of the server itself
         self.pace = Throttle()
         self.pace.bytes_per_second = throttle
-        self._hold = Hold(self.pace.closing)
+        self.hold = Hold(self.pace.closing)
         self._log: list[Seen] = []
         self._server = Server(self, port)
         self.port = self._server.server_port
@@ -91,10 +91,7 @@ class MiniHub:
 
     def release(self) -> None:
         """Let all requests go that hang now."""
-        self._hold.release()
-
-    def hold(self, seconds: float | None = None) -> None:
-        self._hold.wait(seconds)
+        self.hold.release()
 
     def note(self, seen: Seen) -> None:
         with self.lock:

@@ -34,6 +34,4 @@ def cdn(request: Request, sha256: str) -> Answer:
 
 
 def _object(request: Request, sha256: str, headers: dict[str, str]) -> Answer:
-    if not request.hub.store.has(sha256):  # permanently deleted
-        raise HubError(404, "Entry not found", "EntryNotFound")
     return Answer(headers=headers, content=request.hub.store.path(sha256), is_file=True)

@@ -120,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
             self._reset()
             return True
         if fault.name == "hang":
-            hub.hold(*fault.action[1:])
+            hub.hold.wait(*fault.action[1:], began=fault.reached)
         elif fault.name == "call":
             fault.action[1](hub)
         return False
@@ -149,7 +149,10 @@ class Handler(BaseHTTPRequestHandler):
         if answer is None:
             self._note(None)
             return self._reset()
-        file, size = opened(answer.content)
+        try:
+            file, size = opened(answer.content)
+        except FileNotFoundError:  # collected or deleted, maybe a moment ago
+            return self._send(as_error(HubError(404, "Entry not found", "EntryNotFound")))
         with file:
             status, start, count = answer.status, 0, size
             if answer.is_file:
@@ -219,10 +222,11 @@ class Hold:
         self._lock = threading.Condition()
         self._releases = 0
 
-    def wait(self, seconds: float | None) -> None:
+    def wait(self, seconds: float | None = None, *, began: threading.Event) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._lock:
             seen = self._releases
+            began.set()  # here: whoever waits for it and then releases must not come too early
             while self._releases == seen and not self._closing.is_set():
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
