@@ -434,7 +434,9 @@ def test_a_download_that_breaks_off_is_an_error_to_try_again(hub: MiniHub, first
     hub.take_log()
     assert second.hub.fetch(hub.head(REPO), tmp_path / "arrived")["step"] == 1
     asked = {seen.path.rpartition("/")[2] for seen in hub.take_log() if seen.method == "GET"}
-    assert {"trainable.safetensors", "optimizer.safetensors"} <= asked and "diary.jsonl" not in asked, "what had come is not asked for again"
+    assert {"trainable.safetensors", "optimizer.safetensors"} <= asked and "diary.jsonl" not in asked, (
+        "what had come is not asked for again"
+    )
 
 
 def test_a_token_that_is_another_account_s_cannot_take_the_repo(hub: MiniHub, first: Session, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_token_is_shown_nowhere(person: tuple[MiniHub, dict[str, str], list[
         assert child.end() == 0, child.errors.read_text()
     failures = events(tmp_path / "run", "hub_error")
     assert [event["status"] for event in failures] == [None, *statuses]
-    assert "the Hub's process has ended (status 1: dying_worker.Dying: Authorization: Bearer <token>)" in failures[0]["text"]
+    assert "the Hub's process has ended (status 1: Dying: Authorization: Bearer <token>)" in failures[0]["text"]
     told = "\n".join(child.lines)
     assert "raised for user/unreached: HubError" in told and "raised for user/unclaimed: RunFailed" in told
     assert not shows(told.encode())
