@@ -218,7 +218,7 @@ def as_repo(checkpoint: Path, repo: Path) -> None:
         shutil.copytree(checkpoint, repo / "ckpt" / name)
     (repo / "ckpt/00000001-aaaa/trainable.safetensors").write_bytes(b"older")
     (repo / "colabtrain").mkdir()
-    (repo / "colabtrain/latest.json").write_text(json.dumps({"checkpoint": "00000002-bbbb"}))
+    (repo / "colabtrain/latest.json").write_text(json.dumps({"checkpoint": "ckpt/00000002-bbbb"}))
 
 
 def executed(code: str, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

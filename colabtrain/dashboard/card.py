@@ -121,9 +121,8 @@ from huggingface_hub import hf_hub_download, model_info, snapshot_download
 repo = {repo}
 revision = model_info(repo).sha
 latest = json.loads(Path(hf_hub_download(repo, "colabtrain/latest.json", revision=revision)).read_text())
-newest = "ckpt/" + latest["checkpoint"].removeprefix("ckpt/").strip("/")
-wanted = [newest + "/trainable.safetensors", newest + "/state.json"]
-folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted), newest)
+wanted = [latest["checkpoint"] + "/trainable.safetensors", latest["checkpoint"] + "/state.json"]
+folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted), latest["checkpoint"])
 """
 _LOAD = """
 saved = json.loads((folder / "state.json").read_text())["fingerprint"]
