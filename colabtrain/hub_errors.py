@@ -68,10 +68,10 @@ def wait_seconds(error: BaseException) -> float | None:
     return None
 
 
-def explain(error: BaseException) -> str:
-    """One line for people."""
+def explain(error: BaseException, token: str = "") -> str:
+    """One line for people, without the token: a Hub, or a box on the way to it, may say it back."""
     code, last = status(error), list(causes(error))[-1]
-    said = " ".join(str(getattr(error, "server_message", None) or error).split())[:MAX_CHARS] or type(error).__name__
+    said = _short(getattr(error, "server_message", None) or error, token) or type(error).__name__
     if code not in (None, 401, 403) and XET_STATUS.search(said):
         return f"Xet, the way that large files take, fails ({said})"
     if code is not None:
@@ -82,8 +82,16 @@ def explain(error: BaseException) -> str:
         return "HF_HUB_OFFLINE is set, which keeps the Hub out of reach; unset it and restart"
     if kind(error) == LOCAL:
         return said
-    reason = " ".join(str(last).split())[:MAX_CHARS]
-    return f"the Hub is out of reach, or does not answer ({type(last).__name__}: {reason})"
+    return f"the Hub is out of reach, or does not answer ({type(last).__name__}: {_short(last, token)})"
+
+
+def _short(said: object, token: str) -> str:
+    """Cut off after the token is out of it, as a part of one is no longer found."""
+    return " ".join(hidden(str(said), token).split())[:MAX_CHARS]
+
+
+def hidden(text: str, token: str) -> str:
+    return text.replace(token, "<token>") if token else text
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

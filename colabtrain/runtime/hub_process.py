@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from colabtrain.hub_errors import hidden
 from colabtrain.runtime.socket_bytes import SocketBytes
 
 QUIET_SECONDS = 180.0  # without progress: the child is killed
@@ -88,7 +89,7 @@ class HubProcess:
                 self.kill()
                 raise HubFailure(f"no byte went over the network for {patience:,.0f} s{self._without_xet()}") from None
             if answer is None:
-                words = self._hidden(child.last_words())
+                words = child.last_words()
                 self.kill()
                 raise HubFailure(f"the Hub's process has ended ({words})")
             if "done" in answer:
@@ -103,19 +104,15 @@ class HubProcess:
                     hear(seen)
 
     def _failure(self, by_xet: bool, **told: Any) -> HubFailure:
-        hidden: dict[str, Any] = {name: self._hidden(item) if isinstance(item, str) else item for name, item in told.items()}
-        if by_xet and self.with_xet and hidden["status"] not in (401, 403):
+        if by_xet and self.with_xet and told["status"] not in (401, 403):
             self.kill()
-            hidden |= {"kind": "retry", "text": hidden["text"] + self._without_xet()}
-        return HubFailure(**hidden)
+            told |= {"kind": "retry", "text": told["text"] + self._without_xet()}
+        return HubFailure(**told)
 
     def _without_xet(self) -> str:
         """For the next child: the other way to the same Hub is slower and simpler."""
         told, self.with_xet = "; the next try does without Xet" if self.with_xet else "", False
         return told
-
-    def _hidden(self, text: str) -> str:
-        return text.replace(self.access.token, "<token>")
 
     def kill(self) -> None:
         """End the child, whatever it does; a job that waits for it fails, the next one starts another child."""
@@ -127,6 +124,7 @@ class HubProcess:
 class _Child:
     def __init__(self, hub: HubProcess) -> None:
         access, self.answers = hub.access, queue.SimpleQueue[dict[str, Any] | None]()
+        self._token = access.token
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", WORKER],
@@ -154,13 +152,13 @@ class _Child:
         with self.process.stdout as lines:
             for line in lines:
                 with contextlib.suppress(ValueError):  # a line cut off by a kill
-                    self.answers.put(json.loads(line))
+                    self.answers.put(json.loads(hidden(line.decode(), self._token)))
         self.answers.put(None)
 
     def last_words(self) -> str:
         status = self.process.wait()
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace")[-MAX_STDERR_CHARS:].strip().splitlines()
+        said = hidden(self._errors.read().decode(errors="replace"), self._token)[-MAX_STDERR_CHARS:].strip().splitlines()
         return f"status {status}{': ' + said[-1] if said else ''}"
 
     def kill(self) -> None:

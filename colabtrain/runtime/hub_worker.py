@@ -44,7 +44,7 @@ def main() -> None:
     threading.Thread(target=progress.beat, args=(parent,), daemon=True).start()
     hub = Hub(settings["repo"], settings["token"], settings["writer"], Path(settings["cache"]), settings["endpoint"])
     while True:
-        send(_answer(hub, jobs.get()))
+        send(_answer(hub, jobs.get(), settings["token"]))
 
 
 def _sender() -> Send:
@@ -108,12 +108,12 @@ def _set_up_client(timeout_seconds: float, progress: Progress, send: Send) -> No
     logging.getLogger("huggingface_hub").addHandler(Forward(logging.WARNING))
 
 
-def _answer(hub: Hub, job: dict[str, Any]) -> dict[str, Any]:
+def _answer(hub: Hub, job: dict[str, Any], token: str) -> dict[str, Any]:
     try:
         return {"done": _do(hub, **job)}
     except Exception as error:
         kind = KINDS.get(type(error)) or hub_errors.kind(error)
-        told = str(error) if type(error) in KINDS else hub_errors.explain(error)
+        told = str(error) if type(error) in KINDS else hub_errors.explain(error, token)
         where = traceback.format_exc()
         failure = {"kind": kind, "text": told, "status": hub_errors.status(error), "wait": hub_errors.wait_seconds(error)}
         return {"failed": {**failure, "traceback": where, "by_xet": "xet" in where}}

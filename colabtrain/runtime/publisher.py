@@ -109,7 +109,7 @@ class Publisher:
     def close(self, seconds: float) -> None:
         """Publish what waits, at most for `seconds`, and end the Hub's process. What is not on the Hub then is said."""
         with self._changed:
-            self._closing, self._deadline = True, time.monotonic() + seconds
+            self._closing, self._deadline = True, min(self._deadline, time.monotonic() + seconds)
             self._changed.notify_all()
         if self.doing:
             self.diary.log(f"publishing step {self.saved_step:,} to {self.repo} before the run ends, for at most {seconds:.0f} s")
@@ -120,6 +120,12 @@ class Publisher:
             where = f"on this machine only, not in {self.repo} ({self._why or f'not done after {seconds:.0f} s'})"
             text = f"step {self.saved_step:,} is {where}; the same start() on this machine publishes it"
             self.diary.write("not_published", text, **self._standing())
+
+    def hurry(self, deadline: float) -> None:
+        """Have close() end then, also one that is under way."""
+        with self._changed:
+            self._deadline = min(self._deadline, deadline)
+            self._changed.notify_all()
 
     # The publisher's thread
 

@@ -7,6 +7,7 @@ fences nobody; then everything goes through the Publisher.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -53,6 +54,7 @@ class Remote:
         self._displaces: Mapping[str, Any] | None = None  # the pointer of another session, which this one is about to fence
         self._offline = ""  # why the Hub was left out at the start
         self._publisher: Publisher | None = None
+        self._end_at = math.inf  # monotonic: nothing is published any more
 
     # On the thread of start()
 
@@ -231,8 +233,14 @@ class Remote:
     def close(self) -> None:
         """Publish what is not yet there, for two minutes at most, and end the Hub's process."""
         if self._publisher is not None:
-            self._publisher.close(DRAIN_SECONDS)
+            self._publisher.close(min(DRAIN_SECONDS, max(0.0, self._end_at - time.monotonic())))
         self.end()
+
+    def hurry(self, seconds: float) -> None:
+        """Publish for so long at most from now on: the interpreter is about to end."""
+        self._end_at = time.monotonic() + seconds
+        if self._publisher is not None:
+            self._publisher.hurry(self._end_at)
 
     def end(self) -> None:
         """End the Hub's process, whatever it does."""

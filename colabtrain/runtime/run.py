@@ -34,7 +34,8 @@ from colabtrain.task import Borrows, Task
 
 State = Literal["starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
 ENDED: tuple[State, ...] = ("stopped", "finished", "failed")
-EXIT_SECONDS = 60.0  # what the end of the interpreter waits for a step to end and its checkpoint to be saved
+EXIT_SECONDS = 60.0  # what the end of the interpreter waits for a step to end and its checkpoint to be saved and published
+LAST_WORDS_SECONDS = 5.0  # and then to say how it ended
 WAIT_SECONDS = 0.5  # one piece of a long wait: an interrupt is seen between two
 LONG_BORROW_SECONDS = 10.0  # said in the log: the training stood still
 EXIT_FOR_RESTART = 3
@@ -236,7 +237,9 @@ class Run:
 
     def _at_exit(self) -> None:
         """An interpreter that ends must not pull the floor from under a step in C++, nor lose what was trained."""
-        self.stop(timeout=EXIT_SECONDS)
+        if self._remote:
+            self._remote.hurry(EXIT_SECONDS)
+        self.stop(timeout=EXIT_SECONDS + LAST_WORDS_SECONDS)
 
     # The worker thread
 
