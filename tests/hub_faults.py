@@ -74,30 +74,30 @@ def _anything(draw: random.Random) -> tuple[str, str]:
     return draw.choice([("*", ANY), ("GET", LOOK), ("GET", TREE), ("*", READ), ("POST", SQUASH), _writes(draw), _writes(draw)])
 
 
-def _after(draw: random.Random, method: str = "", path: str = "") -> int:
+def _after(draw: random.Random, path: str) -> int:
     return draw.randrange(40 if path == ANY else 4)
 
 
 def lost_answer(round_: Round, draw: random.Random) -> Made:
     action = draw.choice([("apply_then_drop",), ("apply_then_status", 500), ("apply_then_status", 504)])
-    path = draw.choice([COMMIT, COMMIT, COMMIT, COMMIT, SQUASH, CREATE])
-    return "POST", path, action, draw.choice([1, 1, 2, 3]), 0 if path == CREATE else _after(draw)
+    path = draw.choice([COMMIT, COMMIT, COMMIT, COMMIT, SQUASH, SQUASH if round_.repo() else CREATE])
+    return "POST", path, action, draw.choice([1, 1, 2, 3]), _after(draw, path) if path == COMMIT else 0
 
 
 def reset(round_: Round, draw: random.Random) -> Made:
     method, path = _anything(draw)
-    return method, path, draw.choice([("drop",), ("drop", 0), ("drop", 700)]), draw.choice([1, 1, 2, 4]), _after(draw, method, path)
+    return method, path, draw.choice([("drop",), ("drop", 0), ("drop", 700)]), draw.choice([1, 1, 2, 4]), _after(draw, path)
 
 
 def server_error(round_: Round, draw: random.Random) -> Made:
     method, path = _anything(draw)
-    return method, path, ("status", draw.choice([500, 502, 503, 504])), draw.choice([1, 1, 2, 4, 8]), _after(draw, method, path)
+    return method, path, ("status", draw.choice([500, 502, 503, 504])), draw.choice([1, 1, 2, 4, 8]), _after(draw, path)
 
 
 def rate_limit(round_: Round, draw: random.Random) -> Made:
     method, path = _anything(draw)
     headers = draw.choice([{"Retry-After": "0"}, {"Retry-After": "1"}, {"RateLimit": '"api";r=0;t=1'}])
-    return method, path, ("status", 429, headers), draw.choice([1, 2, 3]), _after(draw, method, path)
+    return method, path, ("status", 429, headers), draw.choice([1, 2, 3]), _after(draw, path)
 
 
 def truncated(round_: Round, draw: random.Random) -> Made:
@@ -107,21 +107,27 @@ def truncated(round_: Round, draw: random.Random) -> Made:
 
 def hang(round_: Round, draw: random.Random) -> Made:
     method, path = _anything(draw)
-    return method, path, ("hang", round_.timeout_seconds + 0.5), 1, _after(draw, method, path)
+    return method, path, ("hang", round_.timeout_seconds + 0.5), 1, _after(draw, path)
 
 
 def stuck(round_: Round, draw: random.Random) -> Made:
     method, path = _writes(draw)
-    return method, path, ("hang", round_.quiet_seconds + 4.0), 1, _after(draw)
+    return method, path, ("hang", round_.quiet_seconds + 4.0), 1, draw.randrange(2)
 
 
 def forbidden(round_: Round, draw: random.Random) -> Made:
     body = {"error": f"the token {round_.token} may not do that"}  # a server that tells too much
-    return "POST", draw.choice([COMMIT, PREUPLOAD]), ("status", 403, {}, body), draw.choice([1, 2, 3]), 1 + _after(draw)
+    return "POST", draw.choice([COMMIT, PREUPLOAD]), ("status", 403, {}, body), draw.choice([1, 2, 3]), draw.randrange(1, 4)
 
 
 def quota(round_: Round, draw: random.Random) -> Made:
-    return "POST", BATCH, ("status", draw.choice([403, 413]), {}, {"error": "storage limit reached"}), draw.choice([1, 2]), _after(draw)
+    return (
+        "POST",
+        BATCH,
+        ("status", draw.choice([403, 413]), {}, {"error": "storage limit reached"}),
+        draw.choice([1, 2]),
+        draw.randrange(2),
+    )
 
 
 def squash_race(round_: Round, draw: random.Random) -> Made:
@@ -150,7 +156,7 @@ def foreign_commit(round_: Round, draw: random.Random) -> Made:
         return _commit(round_.repo(), "Update README.md", "README.md", lambda repo: f"# {number} {time.time()}\n".encode())
 
     path = draw.choice([COMMIT, COMMIT, PREUPLOAD, TREE])
-    return "GET" if path == TREE else "POST", path, ("call", edit), draw.choice([1, 1, 2, 6]), _after(draw)
+    return "GET" if path == TREE else "POST", path, ("call", edit), draw.choice([1, 1, 2, 6]), _after(draw, path)
 
 
 def take_over(round_: Round, draw: random.Random) -> Made:
@@ -165,7 +171,7 @@ def take_over(round_: Round, draw: random.Random) -> Made:
         return _commit(round_.repo(), "claimed elsewhere", LATEST, pointer)
 
     path = draw.choice([COMMIT, COMMIT, PREUPLOAD, BATCH])
-    return "POST", path, ("call", claim), 1, 1 + _after(draw)
+    return "POST", path, ("call", claim), 1, draw.randrange(1, 4)
 
 
 def _commit(repo: Repo | None, title: str, path: str, content: Callable[[Repo], bytes | None]) -> bool:
@@ -197,13 +203,13 @@ def commit_race(round_: Round, draw: random.Random) -> Made:
 def worker_killed(round_: Round, draw: random.Random) -> Made:
     number = draw.randrange(3)
     method, path = draw.choice([_writes(draw), _writes(draw), ("GET", LOOK), ("GET", READ)])
-    return method, path, ("call", lambda hub: round_.kill_worker(number)), 1, _after(draw)
+    return method, path, ("call", lambda hub: round_.kill_worker(number)), 1, _after(draw, path)
 
 
 def session_killed(round_: Round, draw: random.Random) -> Made:
     number = draw.randrange(3)
     method, path = draw.choice([_writes(draw), _writes(draw), ("GET", LOOK), ("GET", READ), ("POST", SQUASH)])
-    return method, path, ("call", lambda hub: round_.kill(number)), 1, _after(draw)
+    return method, path, ("call", lambda hub: round_.kill(number)), 1, _after(draw, path)
 
 
 MAKERS: dict[str, Callable[[Round, random.Random], Made]] = {
@@ -223,4 +229,5 @@ MAKERS: dict[str, Callable[[Round, random.Random], Made]] = {
     "worker killed": worker_killed,
     "session killed": session_killed,
 }
+WEIGHTS = {kind: 3 if kind in ("lost answer", "worker killed", "session killed", "squash race") else 1 for kind in MAKERS}
 BIT_FLIP = "bit flip"  # between two sessions

@@ -11,7 +11,7 @@ from typing import Any
 
 import hub_truth
 from hub_driver import Server, Session
-from hub_faults import BIT_FLIP, MAKERS, Planned, draw
+from hub_faults import BIT_FLIP, MAKERS, WEIGHTS, Planned, draw
 from minihub import MiniHub, Repo
 
 from colabtrain.runtime.hub_pointer import Pointer
@@ -19,7 +19,7 @@ from colabtrain.runtime.manifest import TENSOR_FILES
 
 REPO = "user/run"
 BOUND_SECONDS = 60.0  # of a session: far more than one takes
-SHAPES = [[1], [1], [1, 1], [1, 1], [2], [2], [2], [2, 1]]  # how many sessions at a time
+SHAPES = [[1], [1, 1], [1, 1], [1, 1, 1], [2], [2], [2], [2, 1]]  # how many sessions at a time
 IN_A_HURRY, PATIENT = 0.0, 5.0
 
 
@@ -30,7 +30,7 @@ class Round:
         self.token = f"hf_{self.draw.randbytes(12).hex()}"
         self.hub = MiniHub(root=folder / "hub", tokens={self.token: "write"})
         self.is_stuck = self.draw.random() < 0.1
-        self.timeout_seconds, self.quiet_seconds = (20.0, 2.0) if self.is_stuck else (2.0, 6.0)
+        self.timeout_seconds, self.quiet_seconds = (20.0, 2.0) if self.is_stuck else (1.5, 6.0)
         self.config = {"keep_remote": self.draw.choice([2, 2, 3]), "squash_every": self.draw.choice([2, 3, 25]), "publish_every": 0.0}
         self.faults: list[Planned] = []
         self.sessions: list[Session] = []
@@ -70,8 +70,10 @@ class Round:
         return self
 
     def _arm(self, number: int) -> None:
-        kinds = [kind for kind in MAKERS if kind != "commit race" and (kind != "stuck" or self.is_stuck)]
-        chosen = self.draw.choices(kinds, k=self.draw.choice([1, 2, 2, 3, 4]))
+        usual = {kind: WEIGHTS[kind] for kind in MAKERS if kind != "commit race" and (kind != "stuck" or self.is_stuck)}
+        kinds = list(usual)
+        turn = kinds[self.seed % len(kinds)]  # so that none is left out in a few rounds
+        chosen = [turn, *self.draw.choices(kinds, [*usual.values()], k=self.draw.choice([0, 1, 2, 3, 5]))]
         chosen += ["stuck"] * (self.is_stuck and "stuck" not in chosen)
         chosen += ["commit race"] * (number > 1 and self.draw.random() < 0.6)
         planned = [draw(kind, self, self.draw) for kind in chosen]
@@ -84,14 +86,16 @@ class Round:
         folders = [self.folder / f"run{len(self.sessions) + i}" for i in range(number)]
         if before and self.draw.random() < 0.5:
             folders[0] = before
-        acked, flipped = self._newest_acked(), bool(self.damaged)
-        few = [1, 2, 3] if number == 1 else [4, 5]
+        least_step, before_faults = self._least_step(), sum(one.count for one in self.faults)
+        few = [2, 3, 4] if number == 1 else [4, 5, 6]
         together = [self._start(folder, self.draw.choice(few)) for folder in folders]
         self.live = together
         for session in together:
             self._end(session)
+        has_faults = sum(one.count for one in self.faults) > before_faults
         for session in together:
-            self._check_going_on(session, 0 if flipped else acked)
+            self._check_end(session, has_faults)
+            self._check_going_on(session, least_step)
         self.live = []
 
     def _start(self, folder: Path, num_steps: int) -> Session:
@@ -100,7 +104,7 @@ class Round:
             **{"name": f"s{len(self.sessions)}", "seed": self.seed, "folder": str(folder), "mutant": self.mutant},
             **{"repo": REPO, "token": self.token, "endpoint": self.hub.url, "config": self.config, "patience_seconds": patience},
             **{"timeout_seconds": self.timeout_seconds, "quiet_seconds": self.quiet_seconds},
-            **{"with_xet": self.draw.random() < 0.1},
+            **{"with_xet": self.draw.random() < 0.1, "hub_required": self.draw.random() < 0.85},
         }
         session = Session(self.server, job)
         self.sessions.append(session)
@@ -115,16 +119,32 @@ class Round:
         if not session.killed and not session.events("end"):
             self.problems.append(f"session {session.name} died by itself")
 
-    def _newest_acked(self) -> int:
-        return max((step for session in self.sessions for _, step, _ in session.acked()), default=0)
+    def _check_end(self, session: Session, has_faults: bool) -> None:
+        """(5): what is not published has a reason, and so has a session that did not begin."""
+        if session.killed or not (end := session.events("end")):
+            return
+        refused = end[-1].get("refused", "")
+        is_plain = (refused.startswith("HubError: ") and has_faults) or ("can be used" in refused and bool(self.damaged))
+        if refused and not is_plain:
+            self.problems.append(f"session {session.name} was refused without need: {refused}")
+        offered = [event["step"] for event in session.events("offered")]
+        if not refused and offered and end[-1]["published_step"] != offered[-1] and not session.events("not_published"):
+            self.problems.append(f"session {session.name} has not published step {offered[-1]}, and does not say so")
+
+    def _least_step(self) -> int:
+        """(4): what whoever comes now has to go on from at least."""
+        acked = [step for session in self.sessions for _, step, _ in session.acked()]
+        best = self._whole_candidates()[:1]
+        return max([0, *([] if self.damaged else acked), *map(self._step_of, best)])
 
     def _check_going_on(self, session: Session, least_step: int) -> None:
         """(4): where a session went on is what some session made, byte for byte, and nothing acknowledged before it is lost."""
         offered = {(event["step"], event["digest"]) for other in self.sessions for event in other.events("offered")}
         for event in session.events("going_on"):
+            is_left_out = any("is left out" in (error.get("text") or "") for error in session.events("hub_error"))
             if event["step"] and (event["step"], event["digest"]) not in offered:
                 self.problems.append(f"session {session.name} went on from a step {event['step']} that nobody made")
-            if event["step"] < least_step:
+            if event["step"] < least_step and not is_left_out:
                 self.problems.append(f"session {session.name} went on from step {event['step']}, {least_step} was acknowledged before")
 
     def _between(self) -> None:
@@ -139,6 +159,8 @@ class Round:
     def _flip(self, repo: Repo, path: str) -> None:
         sha256 = repo.head().tree[path].sha256
         assert sha256 is not None
+        if sha256 in self.damaged:
+            return  # the same bit once more would heal it
         stored = self.hub.store.path(sha256)
         data = bytearray(stored.read_bytes())
         data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
@@ -152,7 +174,7 @@ class Round:
         wanted = candidates[0] if candidates else None
         pointer = self.pointer()
         is_hopeless = wanted is None and pointer is not None and bool(pointer.checkpoint)
-        least_step = 0 if self.damaged else self._newest_acked()
+        least_step = self._least_step()
         session = self._start(self.folder / "last", 1)
         self._end(session)
         self._check_going_on(session, least_step)
@@ -202,6 +224,8 @@ class Round:
         claimed, fenced = bool(session.events("hub_claimed")), bool(session.events("fenced"))
         if fenced and claimed and not is_displaced:
             yield f"session {session.name} says it is fenced, and nobody claimed after it"
+        if is_displaced and session.events("not_published") and not fenced and not session.events("hub_error"):
+            yield f"session {session.name} lost the repo to another, and does not say that it is fenced"
 
     def _count(self) -> None:
         repo = self.repo()

@@ -103,7 +103,7 @@ def run(job: dict[str, Any]) -> None:
     os.environ |= {"HF_TOKEN": token, "NOTE": f"mine is {token}", "HUB_FUZZ_MUTANT": job["mutant"]}
     if not job["with_xet"]:  # which the Hub of the tests has not got; to find that out takes another process
         os.environ["HF_HUB_DISABLE_XET"] = "1"
-    config = RunConfig(hub=job["repo"], keep_local=KEEP_LOCAL, **job["config"])
+    config = RunConfig(hub=job["repo"], keep_local=KEEP_LOCAL, hub_required=job["hub_required"], **job["config"])
     access = HubAccess(job["repo"], token, job["endpoint"], job["timeout_seconds"], job["quiet_seconds"])
     folder.mkdir(parents=True, exist_ok=True)
     side = Remote(access, folder, config)
