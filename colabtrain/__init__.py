@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from colabtrain.config import RunConfig as RunConfig
     from colabtrain.config import SubnetConfig as SubnetConfig
     from colabtrain.config import TrainConfig as TrainConfig
+    from colabtrain.hub_token import HubError as HubError
     from colabtrain.mmjev.adapter import load_adapter as load_adapter
     from colabtrain.mmjev.adapter import save_adapter as save_adapter
     from colabtrain.mmjev.model import MMJev as MMJev
@@ -47,6 +48,7 @@ _HOMES = {
     "RunConfig": "colabtrain.config",
     "SubnetConfig": "colabtrain.config",
     "TrainConfig": "colabtrain.config",
+    "HubError": "colabtrain.hub_token",
     "MMJev": "colabtrain.mmjev.model",
     "load_adapter": "colabtrain.mmjev.adapter",
     "save_adapter": "colabtrain.mmjev.adapter",

@@ -38,6 +38,7 @@ def _start(arguments: argparse.Namespace) -> tuple[Any, Any] | int:
     model, data, options = {"demo": _demo, "train": _train}[arguments.command](arguments)
 
     from colabtrain.api import start
+    from colabtrain.hub_token import HubError
     from colabtrain.mmjev.hub_files import ModelAccessError
     from colabtrain.runtime.diary import DIARY_FILE, Tail
     from colabtrain.runtime.lock import AlreadyRunning
@@ -46,7 +47,7 @@ def _start(arguments: argparse.Namespace) -> tuple[Any, Any] | int:
     tail.new()  # what earlier calls wrote is in the folder, not news
     try:
         return start(model, data, run_dir=arguments.run, display=False, **options), tail
-    except (AlreadyRunning, ModelAccessError) as error:
+    except (AlreadyRunning, HubError, ModelAccessError) as error:
         return _fail(str(error), FAILED)
 
 
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--seed", type=int, help="of batches, dropout and the trained parts' start; default 0")
     train.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="default 200; also every 5 minutes")
     train.add_argument("--eval-every", type=int, metavar="STEPS", help="default: at the end only")
+    train.add_argument("--hub", metavar="OWNER/NAME", help="Hub repo to publish every checkpoint to, and to go on from")
     train.add_argument("--config", type=Path, metavar="FILE.toml", help="options as top-level keys")
     train.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any TrainConfig or RunConfig field")
     verify = commands.add_parser("verify", help="check every checkpoint of a run; status 1 if none is good")
@@ -99,7 +101,7 @@ def _train(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
             options |= tomllib.loads(arguments.config.read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"--config {str(arguments.config)!r} cannot be read: {error}") from None
-    named = ("steps", "epochs", "seed", "checkpoint_every", "eval_every")
+    named = ("steps", "epochs", "seed", "checkpoint_every", "eval_every", "hub")
     options |= {name: getattr(arguments, name) for name in named if getattr(arguments, name) is not None}
     options |= dict(_assignment(text) for text in arguments.set)
     if taken := sorted(options.keys() & {"jev", "data", "task", "run_dir", "config", "resume", "display"}):

@@ -66,12 +66,11 @@ def start(
     files, not the model. options: any field of TrainConfig or RunConfig.
 
     A second start() of the same thing while it runs returns the live run, as it is. Raises AlreadyRunning if a live run
-    has the folder or the model with other settings (replace=True stops that one first); HubError if the Hub cannot be used
-    and hub_required; ValueError, before anything is trained, for a wrong option, record, model or repo.
+    has the folder or the model with other settings (replace=True stops that one first); HubError if the Hub cannot be used;
+    ValueError, before anything is trained, for a wrong option, record, model or repo.
     """
     _check_switches(replace=replace, resume=resume, display=display)
-    named = {"data": data, "run_dir": run_dir, "on_checkpoint": on_checkpoint, **options}
-    named |= {} if hub is None else {"hub": hub}
+    named = {"data": data, "run_dir": run_dir, "on_checkpoint": on_checkpoint, **({} if hub is None else {"hub": hub}), **options}
     decided = task is not None or _has_train_config(config)
     options, translated = translate(named, {} if decided else os.environ)  # the environment overrules nobody
     data, run_dir, on_checkpoint = (options.pop(name) for name in ("data", "run_dir", "on_checkpoint"))
@@ -79,10 +78,8 @@ def start(
     options |= {} if exclude is None or callable(exclude) else {"exclude": exclude}
     train_config, run_config = split_options(options, config, also=OPTIONS)
     folder = _folder(run_dir, jev, data)
-    if on_checkpoint is not None:
-        _check_takes(on_checkpoint, "on_checkpoint", "(path, step)")
-    if run_config.adapter_dir is not None:
-        _check_adapter_dir(Path(run_config.adapter_dir), folder)
+    _check_takes(on_checkpoint, "on_checkpoint", "(path, step)")
+    _check_adapter_dir(run_config.adapter_dir, folder)
     identity = None
     if task is None:
         task = elastic = _elastic_task(jev, data, train_config, run_config, init, predicate)
@@ -90,8 +87,8 @@ def start(
     else:
         _check_own_task(task, jev, data, {**options, "init": init, "exclude": exclude}, config)
     owned = None if isinstance(jev, (str, Path)) else jev
-    remote = _remote(run_config, folder, jev, task)
-    run = launch(made := Run(task, folder, run_config, resume, owned, identity, on_checkpoint, remote), replace)
+    made = Run(task, folder, run_config, resume, owned, identity, on_checkpoint, _remote(run_config, folder, jev, task))
+    run = launch(made, replace)
     for line in translated if run is made else ():
         run.diary.log(line)
     if display and _in_notebook():
@@ -128,6 +125,8 @@ def _check_switches(**switches: Any) -> None:
 
 def _check_takes(function: Any, name: str, arguments: str) -> None:
     """`arguments`: two names in parentheses."""
+    if function is None:
+        return
     if not callable(function):
         raise ValueError(f"{name}={function!r} is of type {type(function).__name__}; give a function that takes {arguments}")
     try:
@@ -138,7 +137,10 @@ def _check_takes(function: Any, name: str, arguments: str) -> None:
         return  # some built-in functions do not say what they take
 
 
-def _check_adapter_dir(adapter: Path, folder: Path) -> None:
+def _check_adapter_dir(given: str | None, folder: Path) -> None:
+    if given is None:
+        return
+    adapter = Path(given)
     if adapter.absolute() in (folder.absolute(), folder.absolute() / "checkpoints"):
         raise ValueError(f"adapter_dir={str(adapter)!r} is the run's own folder; give another one, or leave it out for <run>/adapter")
     check_replaceable(adapter)
@@ -185,9 +187,10 @@ def _remote(config: RunConfig, folder: Path, jev: Any, task: Any) -> Remote | No
     check_pace(config.publish_every, constants.ENDPOINT)
     model, named = getattr(task, "model", None), isinstance(jev, (str, Path))
     what = f"{str(jev)!r}, data" if named else "model, data" if isinstance(task, ElasticTask) else "task=task"
+    on_hub = isinstance(jev, str) and "/" in jev and not Path(jev).expanduser().is_dir()
     facts = {
         "name": getattr(model, "name", type(task).__name__),
-        "base_model": str(jev) if named and "/" in str(jev) else None,
+        "base_model": jev if on_hub else None,
         "start": f"run = colabtrain.start({what}, hub={config.hub!r})",
     }
     return Remote(HubAccess(config.hub, find_token(), constants.ENDPOINT), folder.absolute(), config, CARD, facts)

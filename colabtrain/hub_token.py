@@ -62,7 +62,11 @@ EXPIRED = (
 _answer = ""  # why Colab's Secrets gave none when asked from here; huggingface_hub remembers only that they gave none
 
 
-class NoToken(RuntimeError):
+class HubError(RuntimeError):
+    """The Hub cannot be used: no token, no access, out of reach. The text says what to do."""
+
+
+class NoToken(HubError):
     """There is no token that can be used. The text says why and what to do; it never holds a token."""
 
 

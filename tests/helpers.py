@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from colabtrain.mmjev.model import MMJev
-from colabtrain.runtime.diary import Tail
+from colabtrain.runtime import manifest
+from colabtrain.runtime.diary import DIARY_FILE, Tail
 from colabtrain.runtime.keeper import THREAD_NAME
 
 HOLD_SECONDS = 60.0  # far more than anything here takes; a wait that long is a failure
@@ -49,3 +52,16 @@ def perturbed_model() -> MMJev:
         for parameter in model.trainable().values():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def make_checkpoint(folder: Path, step: int, size: int = 1000) -> Path:
+    """A small checkpoint folder that verifies, of tensors of `size` numbers that only this step has."""
+    path = folder / f"{manifest.PREFIX}{step:08d}"
+    path.mkdir(parents=True, exist_ok=True)
+    for k, name in enumerate(manifest.TENSOR_FILES):
+        values = torch.arange(size, dtype=torch.float32) * (step + k / 8)
+        save_file({"weight": values}, path / name)
+    (path / manifest.STATE).write_text(json.dumps({"step": step, "fingerprint": {}, "num_steps": 100}))
+    (path / DIARY_FILE).write_text("".join(json.dumps({"time": i, "event": "step", "step": i}) + "\n" for i in range(1, step + 1)))
+    manifest.write(path)
+    return path

@@ -103,6 +103,8 @@ def test_a_new_process_takes_from_its_claim_what_is_published():
     assert facts(*before, *now) == ["saved at step 8", "on the Hub: step 8", "nothing at risk"]
     later = [*before, *now, step(9, 90_000.0), step(10, 90_010.0)]
     assert folded(later).seconds_at_risk() == 10.0, "the time between the two processes is no training"
+    timed = [*before, STARTED, claimed(8), {"event": "resumed", "step": 8, "time": 89_990.0}, step(9, 90_000.0)]
+    assert folded(timed).seconds_at_risk() == 10.0
     assert folded([*before, STARTED, claimed(4), {"event": "resumed", "step": 8}]).seconds_at_risk() is None, (
         "nobody knows how long it took"
     )
@@ -120,6 +122,7 @@ def test_a_step_back_takes_what_lies_beyond_along():
     assert facts(*events, {"event": "resumed", "step": 0}) == ["nothing on the Hub yet"]
     assert facts(*events, {"event": "resumed", "step": 7}) == ["saved at step 7", "on the Hub: step 6", "at risk: 2 s"]
     assert facts(*events, step(5, 2000.0))[:2] == ["saved at step 4", "on the Hub: step 4"], "made anew without a word"
+    assert folded([*events, step(5, 2000.0)]).seconds_at_risk() == 2000.0 - 1001.0, "when step 4 was captured is not known"
 
 
 # What goes wrong

@@ -13,12 +13,13 @@ import colabtrain
 
 PACKAGE = Path(colabtrain.__file__).parent
 ROOT = PACKAGE.parent
-LEAVES = {"config", "task", "device", "hub_token"}
+LEAVES = {"config", "task", "device", "hub_token", "hub_errors"}
 MAY_IMPORT = {
     "config": set[str](),
     "task": set[str](),
     "device": set[str](),
     "hub_token": set[str](),
+    "hub_errors": set[str](),
     "records": LEAVES,
     "mmjev": LEAVES | {"records"},
     "elastic": LEAVES | {"records", "mmjev"},
@@ -80,7 +81,8 @@ def test_importing_loads_nothing_heavy() -> None:
     light = "config", "runtime.diary", "runtime.disk", "runtime.verify", "dashboard.text", "__main__"
     code = "import colabtrain, " + ", ".join(f"colabtrain.{name}" for name in light)
     assert not loaded_after(code) & heavy
-    assert "torch" not in loaded_after("import colabtrain.hub_token")
+    child = loaded_after("import colabtrain.hub_token, colabtrain.runtime.hub_worker, colabtrain.dashboard.card")
+    assert not child & {"torch", "transformers", "IPython", "ipywidgets"} and "huggingface_hub" in child
     assert "torch" in loaded_after("import colabtrain; colabtrain.Run")
 
 

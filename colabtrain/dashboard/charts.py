@@ -93,7 +93,7 @@ def picture(curves: Mapping[str, Curve]) -> str:
     values = sorted(point.raw for point in points if point.raw is not None)
     if len(values) < 2:
         return '<div class="ct-fig ct-empty">The curve appears after the first steps.</div>'
-    frame = _frame(points, values)
+    frame = frame_of(points, values)
     y_ticks = [tick for tick in _ticks(frame.low, frame.high, 5) if 20 < frame.y(tick) < 980]
     x_ticks = [tick for tick in _ticks(0, frame.last, 5) if tick == int(tick) and tick > 0]
     grid = "".join(f'<line x1="0" x2="1000" y1="{frame.y(tick)}" y2="{frame.y(tick)}"/>' for tick in y_ticks)
@@ -125,7 +125,7 @@ class Frame:
         return round(1000 * min(1.0, max(0.0, (self.high - value) / (self.high - self.low))))
 
 
-def _frame(points: Sequence[Point], values: Sequence[float]) -> Frame:
+def frame_of(points: Sequence[Point], values: Sequence[float]) -> Frame:
     """Some outliers may leave the frame: a single bad step must not flatten the rest."""
     averages = [point.average for point in points if point.average is not None]
     low = min([values[int(0.005 * len(values))], *averages])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from colabtrain.dashboard.fields import clock, number, one_line, whole
 from colabtrain.runtime.diary import Event
 
-HUB_EVENTS = ("hub_claimed", "checkpoint_published", "hub_error", "publish_skipped", "fenced")
+HUB_EVENTS = ("hub_claimed", "checkpoint_published", "hub_error", "publish_skipped", "fenced", "not_published")
 
 
 class Safety:
@@ -72,6 +72,8 @@ class Safety:
             self.published_step, self._captured, self._not_published = whole(event.get("step")), number(event.get("saved_at")), ""
         elif kind == "hub_error":
             self._not_published = _why(event)
+        elif kind == "not_published":
+            self._not_published = one_line(event.get("text"))
         elif kind == "fenced":
             self._fenced = one_line(event.get("text")) or "another process publishes to this repo now; this one does not any more"
 
@@ -86,8 +88,8 @@ class Safety:
 
     def _go_on(self, event: Event) -> None:
         self._cut(whole(event.get("step")) or 0)
-        if self._captured is not None and self._is_published():
-            self._captured = number(event.get("time"))  # nothing was made during the pause, so nothing of it is at risk
+        if self._is_published():
+            self._captured = number(event.get("time"))  # nothing was made in the meantime, so nothing of it is at risk
 
     def _cut(self, step: int) -> None:
         """What lies beyond `step` is not part of this model."""
@@ -102,7 +104,8 @@ class Safety:
 
 
 def _why(event: Event) -> str:
-    text = one_line(event.get("text")) or "publishing fails"
+    reason = one_line(event.get("reason"))
+    text = f"publishing fails: {reason}" if reason else one_line(event.get("text")) or "publishing fails"
     again = clock(number(event.get("retry_at"))) if event.get("kind") == "retry" else ""
     return f"{text.rstrip('.')}. Next try at {again}." if again else text
 

@@ -37,6 +37,7 @@ BAD_EVENTS = (
     "checkpoint_late",
     "checkpoint_rejected",
     "lines_lost",
+    "not_published",
     "set_aside",
     "evaluation_failed",
     "hook_failed",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,10 +13,10 @@ import huggingface_hub
 from huggingface_hub import errors
 from tqdm import tqdm
 
+from colabtrain.hub_errors import HTTP_ERROR, causes, status
 from colabtrain.hub_token import token_fault
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-HTTP_ERROR = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library that this huggingface_hub uses
 
 
 class ModelAccessError(RuntimeError):
@@ -75,23 +75,22 @@ class ModelFiles:
             self._explain(error, filename)
 
     def _explain(self, error: Exception, filename: str) -> NoReturn:
-        causes = list(_chain(error))
-        status = next((e.response.status_code for e in causes if isinstance(e, errors.HfHubHTTPError)), None)
+        chain, code = list(causes(error)), status(error)
         if isinstance(error, errors.HFValidationError):
             raise ValueError(f"{self.name!r} is no folder here and no name on the Hub; give one such as google/gemma-3n-E4B-it") from None
-        if any((isinstance(e, OSError) and e.errno == errno.ENOSPC) or "No space left" in str(e) for e in causes):
+        if any((isinstance(e, OSError) and e.errno == errno.ENOSPC) or "No space left" in str(e) for e in chain):
             text = f"the disk is full: {filename} of {self.name} does not fit; free some space, or set HF_HOME to a larger disk and restart"
         elif isinstance(error, errors.RevisionNotFoundError):
             text = f"{self.name} has no revision {self.revision!r}; leave `revision` out for the newest"
         elif isinstance(error, errors.RemoteEntryNotFoundError):
             raise FileNotFoundError(f"{self.name} has no file {filename}") from error
-        elif status in (401, 403):
-            text = self._no_access(status, any(isinstance(e, errors.GatedRepoError) for e in causes))
-        elif status == 404:
+        elif code in (401, 403):
+            text = self._no_access(code, any(isinstance(e, errors.GatedRepoError) for e in chain))
+        elif code == 404:
             seen = "the token that was found may not see it" if self._token else "no token was found"
             text = f"there is no model {self.name} on the Hub (check the spelling), or it is private and {seen}"
         elif isinstance(error, (OSError, RuntimeError, HTTP_ERROR)):
-            first = f"{type(causes[-1]).__name__}: {causes[-1]}"
+            first = f"{type(chain[-1]).__name__}: {chain[-1]}"
             text = f"{filename} of {self.name} cannot be fetched and is not in the cache; is the Hub in reach? ({first})"
         else:
             raise error
@@ -117,14 +116,6 @@ def safetensors_file(path: Path) -> Generator[Any]:
             yield file
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); delete it and fetch it anew") from error
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """`error` and all it came from, what it hides too: the reason of a broken connection is there."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
 
 
 def _silent_bar(report: Callable[[int], None] | None) -> type[tqdm[Any]]:

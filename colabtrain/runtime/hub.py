@@ -59,7 +59,7 @@ class Hub:
         created = self._create(private)
         if created:
             self._commit(lambda pointer: None if pointer else (Pointer(created=True, time=time.time()), []), "made by colabtrain")
-        info = self._api.repo_info(self.repo, revision=BRANCH)
+        info = self._api.model_info(self.repo, revision=BRANCH)
         sha, pointer = self._head()
         if pointer is None and (foreign := sorted({file.rfilename for file in info.siblings or ()} - NOBODYS)):
             raise NotOurs(f"{self.repo} is not empty and no run of colabtrain: it has {foreign[0]}; name another repo")
@@ -84,7 +84,7 @@ class Hub:
 
     def _exists(self) -> bool:
         try:
-            self._api.repo_info(self.repo)
+            self._api.model_info(self.repo)
         except Exception as error:
             if hub_errors.status(error) != 404:
                 raise
@@ -101,12 +101,12 @@ class Hub:
     def _head(self) -> tuple[str, Pointer | None]:
         """HEAD, and the pointer at that commit; never at "main", for which the client may serve what is old."""
         for _ in range(TRIES - 1):
-            sha = str(self._api.repo_info(self.repo, revision=BRANCH).sha)
+            sha = str(self._api.model_info(self.repo, revision=BRANCH).sha)
             try:
                 return sha, self._pointer(sha)
             except RevisionNotFoundError:  # squashed in between
                 continue
-        sha = str(self._api.repo_info(self.repo, revision=BRANCH).sha)
+        sha = str(self._api.model_info(self.repo, revision=BRANCH).sha)
         return sha, self._pointer(sha)
 
     def _pointer(self, sha: str) -> Pointer | None:

@@ -52,7 +52,7 @@ class Pointer:
         return [path for path in (self.checkpoint, *reversed(self.keep)) if path]
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **dataclasses.asdict(self)}
+        return {"format": FORMAT, **dataclasses.asdict(self), "keep": list(self.keep)}
 
     @classmethod
     def from_json(cls, given: Any) -> Pointer:

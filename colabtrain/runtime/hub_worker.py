@@ -37,10 +37,11 @@ def main() -> None:
     send = _sender()
     parent = os.getppid()
     settings = json.loads(sys.stdin.readline())
-    _set_up_client(float(settings["timeout"]), send)
+    progress = Progress(send)
+    _set_up_client(float(settings["timeout"]), progress, send)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
-    threading.Thread(target=_beat, args=(parent, send), daemon=True).start()
+    threading.Thread(target=progress.beat, args=(parent,), daemon=True).start()
     hub = Hub(settings["repo"], settings["token"], settings["writer"], Path(settings["cache"]), settings["endpoint"])
     while True:
         send(_answer(hub, jobs.get()))
@@ -69,18 +70,28 @@ def _read(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
     os._exit(0)  # the parent is gone: whatever is under way, another session may have taken over
 
 
-def _beat(parent: int, send: Send) -> None:
-    """Tell how many bytes went over the network. A forked relative of the parent may hold the pipe open: then its end is seen here."""
-    counter, told, pause = SocketBytes(), 0, threading.Event()
-    while not pause.wait(BEAT_SECONDS):
-        if os.getppid() != parent:
-            os._exit(0)
-        if (total := counter.total()) != told:
-            told = total
-            send({"bytes": total})
+class Progress:
+    """Tells the parent how many bytes went over the network."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._counter, self._told, self._lock = send, SocketBytes(), 0, threading.Lock()
+
+    def tell(self) -> None:
+        with self._lock:
+            if (total := self._counter.total()) != self._told:
+                self._told = total
+                self._send({"bytes": total})
+
+    def beat(self, parent: int) -> None:
+        """As long as there is a parent: a forked relative of it may hold the pipe open, then its end is seen here."""
+        pause = threading.Event()
+        while not pause.wait(BEAT_SECONDS):
+            if os.getppid() != parent:
+                os._exit(0)
+            self.tell()
 
 
-def _set_up_client(timeout_seconds: float, send: Send) -> None:
+def _set_up_client(timeout_seconds: float, progress: Progress, send: Send) -> None:
     http: Any = importlib.import_module(hub_errors.HTTP_ERROR.__module__.partition(".")[0])
 
     def client() -> Any:
@@ -91,6 +102,7 @@ def _set_up_client(timeout_seconds: float, send: Send) -> None:
 
     class Forward(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
+            progress.tell()  # what went before is not taken for the end of the wait
             send({"wait": record.getMessage()})
 
     logging.getLogger("huggingface_hub").addHandler(Forward(logging.WARNING))

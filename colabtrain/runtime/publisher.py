@@ -31,11 +31,13 @@ RANDOM = secrets.SystemRandom()  # the global generators belong to the training
 
 @dataclass
 class Item:
-    """A checkpoint on its way. saved_at: epoch seconds of its state. nonce: names it in the repo, however often it is tried."""
+    """A checkpoint on its way. saved_at: epoch seconds of its state. skipped: how many it took the place of. nonce: names it in the
+    repo, however often it is tried."""
 
     path: Path
     step: int
     saved_at: float
+    skipped: int = 0
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -65,7 +67,7 @@ class Publisher:
         self._why = ""  # the newest try failed
         self._deadline = math.inf
         self._commit_at = self._try_at = -math.inf  # monotonic: the next one not before
-        self._wait, self._retries, self._num_skipped = FIRST_WAIT_SECONDS, 0, 0
+        self._wait, self._retries = FIRST_WAIT_SECONDS, 0
         self._pointer: Mapping[str, Any] | None = None
         self.saved_step = self.published_step = 0
         self._lost_since = time.time()  # the work since then is on this machine only
@@ -86,15 +88,15 @@ class Publisher:
                 return
             item = Item(path, step, saved_at)
             item.held.enter_context(self._hold(path))
-            old, self._pending = self._pending, item
+            self._skip(self._pending, item)
+            self._pending = item
             self._changed.notify_all()
-        self._skip(old, item)
 
     def _skip(self, old: Item | None, newer: Item | None) -> None:
         if old is not None:
             old.held.close()
         if old is not None and newer is not None:
-            self._num_skipped += 1
+            newer.skipped += old.skipped + 1
             self.diary.write("publish_skipped", repo=self.repo, step=old.step, by=newer.step)
 
     @property
@@ -163,14 +165,14 @@ class Publisher:
         seconds, size = time.monotonic() - started, answer["bytes"]
         self._pointer, self.published_step, self._lost_since = answer["pointer"], item.step, item.saved_at
         self._commit_at = time.monotonic() + self.config.publish_every
-        skipped = f", {self._num_skipped:,} before it skipped" if self._num_skipped else ""
+        skipped = f", {item.skipped:,} before it skipped" if item.skipped else ""
         text = f"published step {item.step:,} to {self.repo} in {duration(seconds)} ({size / 1e6:,.1f} MB{skipped})"
         rate = {"bytes": size, "seconds": seconds, "bytes_per_second": size / max(seconds, 1e-3), "saved_at": item.saved_at}
-        told = {"step": item.step, "seq": answer["pointer"]["seq"], "retries": self._retries, "skipped": self._num_skipped}
+        told = {"step": item.step, "seq": answer["pointer"]["seq"], "retries": self._retries, "skipped": item.skipped}
         self.diary.write("checkpoint_published", text, **told, **rate, **self._standing())
         if answer["complaint"]:
             self.diary.log(answer["complaint"])
-        self._wait, self._retries, self._num_skipped, self._why = FIRST_WAIT_SECONDS, 0, 0, ""
+        self._wait, self._retries, self._why = FIRST_WAIT_SECONDS, 0, ""
         self._squash()
 
     def _squash(self) -> None:
@@ -203,20 +205,22 @@ class Publisher:
             newer = self._pending
             if newer is None and not is_local:
                 self._pending = item
-        if newer is not None or is_local:
-            self._skip(item, newer)
+            else:
+                self._skip(item, newer)
         then = "the next one is tried" if is_local else f"tried again at {time.strftime('%H:%M:%S', time.localtime(at))}"
         text = f"step {item.step:,} could not be published to {self.repo}: {failure}; {then}; training goes on"
-        told = {"kind": "retry" if passes else "refused", "status": failure.status, "retries": self._retries, "retry_at": at}
+        told = {"kind": "retry" if passes else "refused", "reason": self._why, "status": failure.status, "retries": self._retries}
         is_news = self._retries & (self._retries - 1) == 0  # the first, second, fourth ... in a row
-        self.diary.write("hub_error", text if is_news else None, step=item.step, **told, traceback=failure.traceback, **self._standing())
+        self.diary.write(
+            "hub_error", text if is_news else None, step=item.step, **told, retry_at=at, traceback=failure.traceback, **self._standing()
+        )
 
     def _be_fenced(self, item: Item) -> None:
         with self._changed:
             self._fenced = True
-            pending, self._pending = self._pending, None
-        self._skip(item, None)
-        self._skip(pending, None)
+            self._skip(item, None)
+            self._skip(self._pending, None)
+            self._pending = None
         self.process.kill()
         text = f"{self._why}: nothing is published from here any more; training and checkpoints on this machine go on"
         self.diary.write("fenced", text, step=item.step, **self._standing())

@@ -19,6 +19,7 @@ from typing import Any
 
 from colabtrain.config import RunConfig
 from colabtrain.device import sync_to_disk
+from colabtrain.hub_token import HubError
 from colabtrain.runtime import disk, manifest
 from colabtrain.runtime.diary import DIARY_FILE, Diary, duration
 from colabtrain.runtime.hub_process import HubAccess, HubFailure, HubProcess
@@ -37,10 +38,6 @@ MIN_PUBLISH_SECONDS = 60.0
 NAME = re.compile(r"(?!.*(?:--|\.\.))(?!.*\.git$)\w[\w.-]*/(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)  # as the Hub wants it
 LOOPBACK = re.compile(r"https?://(?:127\.\d+\.\d+\.\d+|localhost|\[::1\])(?::\d+)?(?:/|$)")
 Hold = Callable[[Path], AbstractContextManager[object]]
-
-
-class HubError(RuntimeError):
-    """The Hub cannot be used: out of reach, no access, the repo is something else's. The text says what to do."""
 
 
 class Remote:

@@ -58,18 +58,16 @@ class Run:
         on_checkpoint: Hook | None = None,
         remote: Remote | None = None,
     ) -> None:
-        """owned: what the task trains; two live runs of one model would destroy each other. identity: what is learned
-        (JSON), to tell whether another start() asks for the same; None: nobody knows before prepare().
-        on_checkpoint(path, step): called after each save, beside the training. remote: the Hub repo, not yet open."""
+        """owned: what the task trains; two live runs of one model would destroy each other. identity: what is learned (JSON), to tell
+        whether another start() asks for the same; None: nobody knows before prepare(). remote: the Hub repo, not yet open."""
         self.folder = Path(folder).absolute()  # a cell may change the working directory
         self.step, self.num_steps = 0, 0
         self.exception_text: str | None = None  # the traceback
         self.error_line: str | None = None  # type and message
         self.needs_restart = False  # failed in a way that only a new process helps against
         self.when_ended: list[Callable[[], None]] = []  # called by wait() and stop(): what a notebook saves shows the end
-        self.config = config
+        self.config, self.identity = config, identity
         self.owned = task if owned is None else owned
-        self.identity = identity
         self._task: Task | None = task
         self.resumes, self._on_checkpoint, self._remote = resume, on_checkpoint, remote
         self._state: State = "starting"  # written by the worker alone
@@ -96,8 +94,7 @@ class Run:
         refuse(self.folder / "checkpoints", self.resumes, self.identity, self.config.allow_mismatch)
 
     def launch(self) -> None:
-        """Lock the folder, look at the Hub, start the thread. Raises AlreadyRunning if another process has the folder, and what
-        Remote.open() does."""
+        """Lock the folder, look at the Hub, start the thread. Raises AlreadyRunning, and what Remote.open() does."""
         locked = self._lock.take()
         try:
             if self._remote:
@@ -106,9 +103,8 @@ class Run:
             self.diary = Diary(self.folder)
             if not locked:
                 self.diary.log("this file system has no locks: take care that no second run uses the folder")
-            for name in FILES:
-                if self._controls.take_file(name):
-                    self.diary.log(f"removed a file {name} left from before")
+            for name in filter(self._controls.take_file, FILES):
+                self.diary.log(f"removed a file {name} left from before")
             if warning := disk.mount_warning(self.folder):
                 self.diary.log(warning)
             assert self._task is not None
@@ -153,9 +149,8 @@ class Run:
         try:
             self._await_end(timeout)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"only wait() was interrupted: the run is {self.state} at step {self.step:,}; run.stop() stops it"
-            ) from None
+            text = f"only wait() was interrupted: the run is {self.state} at step {self.step:,}; run.stop() stops it"
+            raise KeyboardInterrupt(text) from None
         if self.state == "failed":
             raise RunFailed(self.exception_text)
         return self.state
@@ -189,8 +184,8 @@ class Run:
     def borrow(self) -> Generator[Any]:
         """The model, for inference between two steps: eval mode, no gradients, full width and depth.
 
-        Waits for the end of the step in progress; training waits for the end of the context and goes on as if nothing
-        had been: modes and random state are put back. Raises RuntimeError where there is no model to lend.
+        Waits for the step in progress; training waits for the end of the context and goes on as if nothing had been: modes and
+        random state are put back. Raises RuntimeError where there is no model to lend.
         """
         if threading.current_thread() is self.thread or self._keeper.is_me():
             raise RuntimeError("borrow() is for other threads; a step already has the model to itself, and a hook must not wait for one")
@@ -218,8 +213,8 @@ class Run:
 
     def _heir(self) -> Run | None:
         """The live run that has the model, once this one has ended."""
-        others: list[Run] = [job for job in jobs() if job is not self and job.state not in ENDED and job.owned is self.owned]
-        return others[0] if others and self._state in ENDED else None
+        mine = (job for job in jobs() if job is not self and job.state not in ENDED and job.owned is self.owned)
+        return next(mine, None) if self._state in ENDED else None
 
     def history(self) -> dict[str, list[Any]]:
         """What was recorded at each step so far, over all machines: column name -> values."""
@@ -233,8 +228,7 @@ class Run:
         if self._state not in ENDED:
             raise RuntimeError(f"the run is {self.state} at step {self.step:,}; stop it first: run.stop()")
         self._done.wait()
-        self._task = self.owned = self._on_checkpoint = None
-        self.identity = None
+        self._task = self.owned = self.identity = self._on_checkpoint = None
         self._keeper.free()
         device.forget_last_error(__name__.partition(".")[0])
         with contextlib.suppress(RuntimeError):  # of a device that is dead

@@ -23,7 +23,11 @@ QUOTA_FULL = (
     {},
     {"error": "Private repository storage limit reached, please upgrade your plan to increase your private storage limit."},
 )
-RATE_LIMITED = ("status", 429, {"Retry-After": "0"}, {"error": "Too Many Requests"})
+
+
+def rate_limited(seconds: int) -> tuple[Any, ...]:
+    """An action: 429 with the headers that tell how long to wait."""
+    return "status", 429, {"Retry-After": str(seconds), "ratelimit": f'"api";r=0;t={seconds}'}, {"error": "Too Many Requests"}
 
 
 @dataclass
@@ -44,7 +48,8 @@ class Fault:
 
     def answer(self) -> tuple[int, dict[str, str], Any]:
         """Status, headers and JSON of a fault that answers."""
-        status, headers, body = (*self.action[1:], None, None)[:3]
+        _, status, *more = self.action
+        headers, body = (*more, None, None)[:2]
         return status, headers or {}, body or {"error": "injected fault"}
 
     def __str__(self) -> str:

@@ -41,7 +41,7 @@ class MiniHub:
         self._own_root = root is None
         self.root = Path(tempfile.mkdtemp(prefix="minihub-") if root is None else root)
         self.tokens = {name: token if isinstance(token, Token) else Token(token) for name, token in tokens.items()}
-        self.multipart_chunk, self.xet_cas, self.cdn_redirect = multipart_chunk, xet_cas, cdn_redirect
+        self.multipart_chunk, self.cdn_redirect = multipart_chunk, cdn_redirect
         self.repos: dict[tuple[str, str], Repo] = {}  # (kind, id) -> repository
         self.lock = threading.RLock()
         self.store = Store(self.root)
@@ -68,6 +68,14 @@ class MiniHub:
             shutil.rmtree(self.root)
         if self.errors and error is None:
             raise self.errors[0]
+
+    @property
+    def xet_cas(self) -> str | None:
+        return self.xet.cas
+
+    @xet_cas.setter
+    def xet_cas(self, cas: str | None) -> None:
+        self.xet.cas = cas
 
     @property
     def throttle(self) -> float | None:

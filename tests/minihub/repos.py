@@ -124,7 +124,7 @@ class Repo:
             raise HubError(401, "Invalid username or password.")
         if self.private and not owner:
             raise HubError(404, "Repository not found", "RepoNotFound")
-        if write and not (owner and token.role == "write"):
+        if write and not (owner and token is not None and token.role == "write"):
             raise HubError(403, "Forbidden: you must use a write token to upload to a repository.")
 
 

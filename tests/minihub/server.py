@@ -39,6 +39,7 @@ class Seen(NamedTuple):
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # clients beyond that try again after a second
 
     def __init__(self, hub: MiniHub, port: int) -> None:
         self.hub = hub
@@ -76,6 +77,8 @@ class Server(ThreadingHTTPServer):
                 continue  # closed by its client or by its thread
         for thread in still_open:
             thread.join(JOIN_SECONDS)
+            if thread.is_alive():
+                self.hub.errors.append(RuntimeError("a request did not end with the hub"))
 
 
 class Handler(BaseHTTPRequestHandler):
