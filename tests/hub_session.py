@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from colabtrain.config import RunConfig
+from colabtrain.hub_token import HubError
 from colabtrain.runtime import hub_process, manifest, publisher, remote, resume
 from colabtrain.runtime.diary import DIARY_FILE, Diary
 from colabtrain.runtime.hub_process import HubAccess
-from colabtrain.runtime.remote import HubError, Remote
+from colabtrain.runtime.remote import Remote
 
 QUICK = str(Path(__file__).parent / "hub_quick")
 KEEP_LOCAL = 2
@@ -101,8 +102,8 @@ def run(job: dict[str, Any]) -> None:
     sys.path.insert(0, QUICK)  # the Hub's process gets the path of this one
     token, folder = job["token"], Path(job["folder"])
     os.environ |= {"HF_TOKEN": token, "NOTE": f"mine is {token}", "HUB_FUZZ_MUTANT": job["mutant"]}
-    if not job["with_xet"]:  # which the Hub of the tests has not got; to find that out takes another process
-        os.environ["HF_HUB_DISABLE_XET"] = "1"
+    # This Hub has no Xet: to find that out takes another process.
+    os.environ["HF_HUB_DISABLE_XET"] = "0" if job["with_xet"] else "1"
     config = RunConfig(hub=job["repo"], keep_local=KEEP_LOCAL, hub_required=job["hub_required"], **job["config"])
     access = HubAccess(job["repo"], token, job["endpoint"], job["timeout_seconds"], job["quiet_seconds"])
     folder.mkdir(parents=True, exist_ok=True)

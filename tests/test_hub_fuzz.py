@@ -21,7 +21,7 @@ ROUNDS, FULL_ROUNDS, MUTANT_ROUNDS = 40, 300, 40
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(online_client: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(Repo, "advance", hub_truth.keeps_journal(Repo.advance))
     with Server() as server:
         yield server
