@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,6 @@ class Machine:
         return self
 
     def await_published(self, step: int) -> None:
-        import time
-
         deadline = time.monotonic() + 60
         while self.remote.published_step != step:
             assert time.monotonic() < deadline, events(self.folder)
@@ -151,6 +150,18 @@ def test_a_folder_that_another_session_went_past_takes_the_hub_s_and_keeps_its_o
     assert "up to step 9, does not come after it" in a.said()
     a.publish(8)
     assert pointer(hub)["step"] == 8
+
+
+def test_what_is_set_aside_twice_in_a_second_is_kept_twice(hub: MiniHub, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    strftime, now = time.strftime, time.localtime()
+    monkeypatch.setattr(time, "strftime", lambda form, when=now: strftime(form, when))
+    a, b = machine("a").start().publish(3), machine("b")
+    b.start().publish(4).die()
+    a.start().die()
+    b.start().publish(6).die()
+    a.start()
+    aside = sorted(a.folder.glob("checkpoints-aside-*"))
+    assert [[manifest.number(path) for path in manifest.listed(one)] for one in aside] == [[3], [4]] and a.steps() == [6]
 
 
 def test_a_download_that_was_not_claimed_is_no_lineage_once_the_other_went_on(hub: MiniHub, machine: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ fences nobody; then everything goes through the Publisher.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -145,7 +146,7 @@ class Remote:
         diary.log(f"downloaded step {step:,} in {duration(time.monotonic() - started)} ({size / 1e6:,.1f} MB); every hash is right")
         diary.adopt(arrived / DIARY_FILE, f"what follows, up to step {step:,}, was downloaded with it")
         if manifest.listed(checkpoints):
-            aside = self._folder / time.strftime("checkpoints-aside-%Y%m%d-%H%M%S")
+            aside = _free(self._folder / time.strftime("checkpoints-aside-%Y%m%d-%H%M%S"))
             os.rename(checkpoints, aside)
             diary.log(f"the checkpoints that were on this machine are in {aside} now; remove them when nobody needs them")
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -279,6 +280,12 @@ def _newest_whole_step(checkpoints: Path) -> int:
         with contextlib.suppress(CheckpointError):
             return int(manifest.check(path)["step"])
     return 0
+
+
+def _free(path: Path) -> Path:
+    """`path`, or one that is named after it: two sessions may come within a second."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], others) if not one.exists())
 
 
 def _ago(when: float) -> str:
