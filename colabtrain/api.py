@@ -24,10 +24,10 @@ from colabtrain.mmjev.model import MMJev
 from colabtrain.mmjev.pretrained import Pretrained
 from colabtrain.records import load_records, select
 from colabtrain.records.selection import Predicate
-from colabtrain.runtime.hub_process import HubAccess
+from colabtrain.runtime.hub_access import HubAccess, check_pace, check_repo
 from colabtrain.runtime.keeper import Hook
 from colabtrain.runtime.registry import launch
-from colabtrain.runtime.remote import Remote, check_pace, check_repo
+from colabtrain.runtime.remote import Remote
 from colabtrain.runtime.run import Run
 from colabtrain.task import Task
 

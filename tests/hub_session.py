@@ -28,7 +28,7 @@ from colabtrain.config import RunConfig
 from colabtrain.hub_token import HubError
 from colabtrain.runtime import hub_process, manifest, publisher, remote, resume
 from colabtrain.runtime.diary import DIARY_FILE, Diary
-from colabtrain.runtime.hub_process import HubAccess
+from colabtrain.runtime.hub_access import HubAccess
 from colabtrain.runtime.remote import Remote
 
 QUICK = str(Path(__file__).parent / "hub_quick")

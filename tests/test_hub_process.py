@@ -16,7 +16,8 @@ from helpers import HOLD_SECONDS, make_checkpoint
 from minihub import MiniHub, rate_limited
 
 from colabtrain.runtime import hub_process
-from colabtrain.runtime.hub_process import HubAccess, HubFailure, HubProcess, environment
+from colabtrain.runtime.hub_access import HubAccess
+from colabtrain.runtime.hub_process import HubFailure, HubProcess, environment
 
 pytestmark = pytest.mark.colab
 REPO, TOKEN = "user/run", "hf_write"

@@ -20,9 +20,9 @@ from colabtrain.config import RunConfig
 from colabtrain.hub_token import HubError
 from colabtrain.runtime import manifest, remote
 from colabtrain.runtime.diary import Diary, history
-from colabtrain.runtime.hub_process import HubAccess
+from colabtrain.runtime.hub_access import HubAccess, check_pace, check_repo
 from colabtrain.runtime.lineage import Lineage
-from colabtrain.runtime.remote import Remote, check_pace, check_repo
+from colabtrain.runtime.remote import Remote
 
 pytestmark = pytest.mark.colab
 REPO = "user/run"

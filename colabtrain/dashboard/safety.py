@@ -24,7 +24,7 @@ class Safety:
             self._take_hub_event(event)
         elif kind == "step":
             self._take_step(event)
-        elif kind == "run_started":
+        elif kind in ("run_started", "adopted"):
             self._new_process()
         elif kind == "resumed":
             self._go_on(event)

@@ -86,7 +86,7 @@ class View:
             kind = event.get("event")
             if kind == "step":
                 self._step(event)
-            elif kind == "run_started":  # an earlier process may have failed, on another machine
+            elif kind in ("run_started", "adopted"):  # an earlier process may have failed, on another machine
                 self.failure, self.seconds_per_step, self.preparing = {}, None, ""
             elif kind == "resumed":
                 self._go_back(whole(event.get("step")) or 0)

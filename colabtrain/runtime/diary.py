@@ -56,7 +56,7 @@ class Diary:
 
     def adopt(self, other: Path, text: str) -> None:
         """Append the events of another diary: what came before them here is not part of their history. Raises OSError."""
-        self.write("resumed", text, step=0)
+        self.write("resumed", text, step=0)  # readers drop the steps from before
         size = self.size()
         try:
             with self._lock, other.open("rb") as source, self.path.open("ab") as target:
@@ -65,6 +65,7 @@ class Diary:
             os.truncate(self.path, size)
             raise
         _end_torn_line(self.path)
+        self.write("adopted")  # what had failed there has not failed here
 
     def size(self) -> int:
         """Bytes of diary.jsonl: what a checkpoint made now takes along. Raises OSError while the disk refuses lines of it."""

@@ -15,16 +15,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from colabtrain.hub_errors import hidden
+from colabtrain.runtime.hub_access import HubAccess
 from colabtrain.runtime.socket_bytes import SocketBytes
 
-QUIET_SECONDS = 180.0  # without progress: the child is killed
 WAITING_SECONDS = 600.0  # instead, after the client said that it waits: the Hub's limits last for up to five minutes
-TIMEOUT_SECONDS = 120.0  # of one read or write on a socket
 PROGRESS_BYTES = 4096  # less is a connection that is kept alive
 MAX_STDERR_CHARS = 2000
 WORKER = "colabtrain.runtime.hub_worker"
@@ -36,17 +34,6 @@ class HubFailure(Exception):
     def __init__(self, text: str, kind: str = "retry", status: int | None = None, wait: float | None = None, traceback: str = "") -> None:
         super().__init__(text)
         self.kind, self.status, self.wait, self.traceback = kind, status, wait, traceback
-
-
-@dataclass(frozen=True)
-class HubAccess:
-    """Which repo, with which token. endpoint: address of the Hub."""
-
-    repo: str
-    token: str = field(repr=False)
-    endpoint: str
-    timeout_seconds: float = TIMEOUT_SECONDS
-    quiet_seconds: float = QUIET_SECONDS
 
 
 class HubProcess:

@@ -7,10 +7,10 @@ fences nobody; then everything goes through the Publisher.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
-import re
 import shutil
 import time
 import uuid
@@ -24,7 +24,8 @@ from colabtrain.device import sync_to_disk
 from colabtrain.hub_token import HubError
 from colabtrain.runtime import disk, manifest
 from colabtrain.runtime.diary import DIARY_FILE, Diary, duration
-from colabtrain.runtime.hub_process import HubAccess, HubFailure, HubProcess
+from colabtrain.runtime.hub_access import HubAccess
+from colabtrain.runtime.hub_process import HubFailure, HubProcess
 from colabtrain.runtime.lineage import Lineage
 from colabtrain.runtime.manifest import CheckpointError
 from colabtrain.runtime.publisher import Publisher
@@ -32,13 +33,10 @@ from colabtrain.runtime.resume import refuse_state
 
 FOLDER = ".hub"  # in the run folder: what is being downloaded
 OPEN_SECONDS, OPEN_TRIES = 30.0, 2  # a Hub that says nothing for so long is out of reach: a person waits
-TRIES, WAIT_SECONDS, MAX_WAIT_SECONDS = 6, 2.0, 60.0  # of a download or claim
+TRIES, WAIT_SECONDS, MAX_WAIT_SECONDS = 4, 2.0, 60.0  # of a download or claim
 DRAIN_SECONDS = 120.0
 RECENT_SECONDS = 900.0  # a session that was there so shortly before may be alive
 REPORT_BYTES = 64 * 2**20
-MIN_PUBLISH_SECONDS = 60.0
-NAME = re.compile(r"(?!.*(?:--|\.\.))(?!.*\.git$)\w[\w.-]*/(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)  # as the Hub wants it
-LOOPBACK = re.compile(r"https?://(?:127\.\d+\.\d+\.\d+|localhost|\[::1\])(?::\d+)?(?:/|$)")
 Hold = Callable[[Path], AbstractContextManager[object]]
 
 
@@ -87,7 +85,7 @@ class Remote:
         before = self._seen["pointer"]
         self._displaces = before if before and before["writer"] and not self._lineage.includes(before) else None
 
-    def _insist(self, job: str, tries: int = TRIES, **given: Any) -> Any:
+    def _insist(self, job: str, tries: int = TRIES, diary: Diary | None = None, **given: Any) -> Any:
         wait = WAIT_SECONDS
         for attempt in range(1, tries + 1):
             try:
@@ -95,6 +93,8 @@ class Remote:
             except HubFailure as failure:
                 if failure.kind not in ("retry", "conflict") or attempt == tries:
                     raise
+                if diary is not None:
+                    diary.log(f"{self.repo}: {failure}; tried again")
                 time.sleep(max(wait, min(failure.wait or 0.0, MAX_WAIT_SECONDS)))
                 wait *= 2
         raise AssertionError("unreachable")
@@ -107,8 +107,7 @@ class Remote:
         Raises HubError where it cannot be had, ValueError where none in the repo can be used.
         """
         if self._seen is None:
-            text = f"{self.repo} is left out: {self._offline}; going on from what is on this machine, it is published when that works"
-            diary.write("hub_error", text, repo=self.repo, step=0, kind="retry")
+            self._leave_out(diary)
             return
         if self._seen["created"]:
             diary.log(f"made the {'private' if self._seen['private'] else 'public'} repo {self.repo}")
@@ -125,17 +124,28 @@ class Remote:
         try:
             self._download(pointer, checkpoints, diary)
         except HubFailure as failure:
-            raise HubError(f"step {pointer['step']:,} of {self.repo} could not be downloaded: {failure}; run the same line again") from None
+            self._give_up(failure, f"step {pointer['step']:,} of {self.repo} could not be downloaded")
+            self._leave_out(diary)
         except OSError as error:
             why = disk.explain(error, self._folder)
             raise HubError(f"step {pointer['step']:,} of {self.repo} was downloaded, but cannot be put in place: {why}") from None
         finally:
             shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
 
+    def _give_up(self, failure: HubFailure, what: str) -> None:
+        """Raise HubError, unless the run may go on without the Hub."""
+        self._seen, self._offline = None, f"{what}: {failure}"
+        if self.config.hub_required:
+            raise HubError(f"{self._offline}. Run the same line again when that is put right") from None
+
+    def _leave_out(self, diary: Diary) -> None:
+        text = f"{self.repo} is left out: {self._offline}; going on from what is on this machine, it is published when that works"
+        diary.write("hub_error", text, repo=self.repo, step=0, kind="retry", reason=self._offline)
+
     def _download(self, pointer: Mapping[str, Any], checkpoints: Path, diary: Diary) -> None:
         assert self._seen is not None
         started, arrived = time.monotonic(), self._folder / FOLDER / "checkpoint"
-        answer = self._insist("fetch", sha=self._seen["sha"], folder=str(arrived), hear=_Progress(diary))
+        answer = self._insist("fetch", sha=self._seen["sha"], folder=str(arrived), diary=diary, hear=_Progress(diary))
         for text in answer["rejected"]:
             diary.write("checkpoint_rejected", text, name=self.repo, reason=text)
         if not answer["path"]:
@@ -159,45 +169,45 @@ class Remote:
         pointer = None
         try:
             if self._seen is not None:
-                pointer = self._claim()
+                pointer = self._claim(diary)
         except HubFailure as failure:
-            if failure.kind == "changed":
-                self._look_again()
+            if failure.kind == "changed" and self._look_again():
                 return False
-            raise HubError(f"{self.repo} cannot be claimed: {failure}; run the same line again when that is put right") from None
-        published = pointer["step"] if pointer else 0
-        self._publisher = Publisher(self._process, diary, self.config, hold, self._join, self._card, self._told)
-        if pointer is not None:
-            self._say_claimed(diary, pointer, published)
-        self._publisher.start(pointer, published)
+            self._give_up(failure, f"{self.repo} cannot be claimed")
+            self._leave_out(diary)
+        self._publisher = Publisher(self._process, diary, self.config, hold, functools.partial(self._join, diary), self._card, self._told)
+        self._publisher.start(pointer, pointer["step"] if pointer else 0)
         return True
 
-    def _look_again(self) -> None:
+    def _look_again(self) -> bool:
         try:
             self._look()
-        except HubFailure as failure:
-            raise HubError(f"{self.repo} cannot be looked at: {failure}; run the same line again") from None
+        except HubFailure:
+            return False
+        return True
 
-    def _claim(self) -> Mapping[str, Any]:
+    def _claim(self, diary: Diary) -> Mapping[str, Any]:
         assert self._seen is not None
         self._lineage.claiming(self._writer)
-        return self._insist("claim", seen=self._seen["pointer"], fallback=self._fallback)
+        pointer = self._insist("claim", diary=diary, seen=self._seen["pointer"], fallback=self._fallback)
+        self._say_claimed(diary, pointer)
+        return pointer
 
-    def _say_claimed(self, diary: Diary, pointer: Mapping[str, Any], published: int) -> None:
+    def _say_claimed(self, diary: Diary, pointer: Mapping[str, Any]) -> None:
         text, before = f"this session publishes to {self.repo} from here on", self._displaces
         if before and time.time() - before["time"] < RECENT_SECONDS:
             who = f"another one (on {before['host'] or 'another machine'})"
             text += f"; {who} did so {_ago(before['time'])}: if it is alive, it cannot any more"
-        diary.write("hub_claimed", text, repo=self.repo, claim=pointer["claim"], published_step=published)
+        diary.write("hub_claimed", text, repo=self.repo, claim=pointer["claim"], published_step=pointer["step"])
 
-    def _join(self) -> Mapping[str, Any]:
+    def _join(self, diary: Diary) -> Mapping[str, Any]:
         """Claim late, on the publisher's thread. Raises HubFailure."""
         self._seen = self._process.ask("open", private=self.config.private)
         assert self._seen is not None
         pointer = self._seen["pointer"]
         if pointer and pointer["checkpoint"] and not self._lineage.includes(pointer):
             raise HubFailure(f"{self.repo} has step {pointer['step']:,} of a run that this one does not come after", "fenced")
-        return self._claim()
+        return self._claim(diary)
 
     def _told(self, step: int) -> dict[str, Any]:
         return {**self._facts, "repo": self.repo, "step": step}
@@ -247,20 +257,6 @@ class Remote:
         """End the Hub's process, whatever it does."""
         self._process.kill()
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
-
-
-def check_repo(repo: str) -> None:
-    """Raise ValueError where `repo` cannot be the name of a Hub repo."""
-    if not NAME.fullmatch(repo):
-        raise ValueError(f"hub={repo!r} is no name of a Hub repo; give owner/name, such as hub='me/my-run'")
-
-
-def check_pace(publish_every: float, endpoint: str) -> None:
-    """Raise ValueError where commits would come so fast that the Hub refuses them."""
-    if publish_every < MIN_PUBLISH_SECONDS and not LOOPBACK.match(endpoint):
-        raise ValueError(
-            f"publish_every={publish_every:g} is too small; it must be at least {MIN_PUBLISH_SECONDS:g} seconds, for the Hub's sake"
-        )
 
 
 class _Progress:

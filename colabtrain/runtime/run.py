@@ -29,7 +29,7 @@ from colabtrain.runtime.remote import Remote
 from colabtrain.runtime.resume import adopt_diary, refuse
 from colabtrain.runtime.retry import NeedsRestart
 from colabtrain.runtime.rng import rng_state, set_rng_state
-from colabtrain.runtime.worker import Worker, jobs, lending
+from colabtrain.runtime.worker import Worker, heir, lending
 from colabtrain.task import Borrows, Task
 
 State = Literal["starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
@@ -194,8 +194,8 @@ class Run:
             started, task = time.monotonic(), self._task
             if task is None:
                 raise RuntimeError("this run has let go of its model (run.free()); start it again to have one")
-            if heir := self._heir():
-                raise RuntimeError(f"{heir!r} trains this model now; borrow it from that run")
+            if other := heir(self, ENDED):
+                raise RuntimeError(f"{other!r} trains this model now; borrow it from that run")
             if not isinstance(task, Borrows):
                 raise RuntimeError(f"{type(task).__name__} has no borrow(); give it one, such as: return inference(self.model)")
             outermost = self not in lending
@@ -211,11 +211,6 @@ class Run:
                     set_rng_state(random_state)
                 if (seconds := time.monotonic() - started) > LONG_BORROW_SECONDS and self._state not in ENDED:
                     self.diary.log(f"training stood still for {seconds:.0f} s while the model was borrowed")
-
-    def _heir(self) -> Run | None:
-        """The live run that has the model, once this one has ended."""
-        mine = (job for job in jobs() if job is not self and job.state not in ENDED and job.owned is self.owned)
-        return next(mine, None) if self._state in ENDED else None
 
     def history(self) -> dict[str, list[Any]]:
         """What was recorded at each step so far, over all machines: column name -> values."""
