@@ -17,6 +17,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from minihub import MiniHub
 
 from colabtrain.config import RunConfig
+from colabtrain.dashboard.view import View
 from colabtrain.hub_token import HubError
 from colabtrain.runtime import manifest, remote
 from colabtrain.runtime.diary import Diary, history
@@ -103,6 +104,11 @@ def machine(hub: MiniHub, tmp_path: Path) -> Iterator[Any]:
 
 def pointer(hub: MiniHub) -> dict[str, Any]:
     return json.loads(hub.read(REPO, "main", "colabtrain/latest.json"))
+
+
+def describe_anew(path: Path) -> None:
+    (path / manifest.MANIFEST).unlink()
+    manifest.write(path)
 
 
 # What a run goes on from
@@ -266,6 +272,45 @@ def test_a_hub_that_comes_back_is_claimed_then(hub: MiniHub, machine: Any, monke
     a = machine(hub_required=False).start()
     a.publish(3)
     assert pointer(hub)["step"] == 3 and pointer(hub)["claim"] == 1
+    order = [event["event"] for event in events(a.folder)]
+    assert order.index("hub_error") < order.index("hub_claimed") < order.index("checkpoint_published")
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize(("method", "path"), [("HEAD", "/resolve/.*/optimizer.safetensors"), ("POST", "/commit/main")])
+def test_a_hub_that_fails_after_the_first_look(hub: MiniHub, machine: Any, method: str, path: str, required: bool) -> None:
+    a = machine("a").start().publish(3).die()
+    hub.fault(method, path, "status", 403, times=None)
+    b = machine("b", hub_required=required)
+    if required:
+        with pytest.raises(HubError, match=r"user/run (could not be downloaded|cannot be claimed): the token may not .*HTTP 403"):
+            b.start()
+    else:
+        b.start()
+        assert events(b.folder, "hub_error")[0]["text"].startswith("user/run is left out: ") and b.remote.published_step == 0
+    hub.faults.clear()
+    assert a.start().steps() == [3], "nobody was fenced"
+
+
+def test_what_is_tried_again_is_said(hub: MiniHub, machine: Any) -> None:
+    machine("a").start().publish(3).die()
+    hub.fault("GET", "/resolve/.*/optimizer.safetensors", "drop", times=2)
+    b = machine("b").start()
+    assert b.steps() == [3] and b.said().count("; tried again") == 2
+
+
+def test_what_had_failed_on_the_other_machine_has_not_failed_here(hub: MiniHub, machine: Any) -> None:
+    a = machine("a").start()
+    path = a.save(3)
+    for event in ("run_started", "checkpoint_failed", "hub_error", "fenced", "failed"):
+        with (path / "diary.jsonl").open("a") as file:
+            file.write(json.dumps({"time": 1.0, "event": event, "text": "bad", "step": 3}) + "\n")
+    describe_anew(path)
+    a.remote.offer(path, 3, 0.0)
+    a.await_published(3)
+    view = View()
+    view.feed(events(machine("b").start().folder))
+    assert not view.safety.notes() and not view.failure and view.safety.published_step == 3
 
 
 def test_a_hub_that_comes_back_with_another_run_is_left_alone(hub: MiniHub, machine: Any) -> None:
@@ -291,7 +336,7 @@ def test_another_experiment_in_the_repo_is_refused_before_any_commit(hub: MiniHu
     path = a.save(3)
     state = json.loads((path / "state.json").read_text()) | {"fingerprint": {"config.batch_size": 4, "data": "other"}}
     (path / "state.json").write_text(json.dumps(state))
-    manifest.write(path)
+    describe_anew(path)
     a.remote.offer(path, 3, 0.0)
     a.await_published(3)
     before = hub.head(REPO)
