@@ -400,6 +400,18 @@ def test_another_alpha_in_a_checkpoint_is_refused(trained: MMJev, other: MMJev, 
         load_adapter(other, checkpoint(tmp_path, values(trained), alpha=16.0))
 
 
+def test_a_checkpoint_without_adapters_has_no_alpha_that_could_be_another(tmp_path: Path) -> None:
+    """lora_r=0: heads and latents alone."""
+    one, two = MMJev.tiny(), MMJev.tiny()
+    for model in (one, two):
+        model.configure(model.default_subnets(), lora_r=0, lora_alpha=32.0)
+    with torch.no_grad():
+        for parameter in one.trainable().values():
+            parameter.add_(1.0)
+    load_adapter(two, checkpoint(tmp_path, values(one), alpha=16.0))
+    assert same(values(two), values(one)) and values(one)
+
+
 def test_damaged_and_missing_files_are_named(trained: MMJev, other: MMJev, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"adapter '.*nowhere' does not exist"):
         load_adapter(other, tmp_path / "nowhere")
