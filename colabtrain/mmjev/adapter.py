@@ -78,7 +78,7 @@ def load_adapter(model: MMJev, path: str | Path) -> dict[str, Any]:
     check_model(model)
     path = as_path(path, "path", "give the folder of an adapter or of a checkpoint, or a .pt file")
     found = read(path)
-    if found.alpha is not None and any("lora_" in name for name in found.tensors):
+    if found.alpha is not None and any("lora_" in name for name, _ in found.tensors):
         _check_alpha(model, found.alpha, path)
     take_tensors(model, found.by_our_names(_prefix(model)), str(path))
     return found.about
