@@ -71,8 +71,7 @@ class Run:
         self._task: Task | None = task
         self.resumes, self._on_checkpoint, self._remote = resume, on_checkpoint, remote
         self._state: State = "starting"  # written by the worker alone
-        self._controls, self._done = Controls(self.folder), threading.Event()
-        self._lock = FolderLock(self.folder)
+        self._controls, self._lock, self._done = Controls(self.folder), FolderLock(self.folder), threading.Event()
         self.thread = Worker(self)
 
     def __repr__(self) -> str:
@@ -94,7 +93,7 @@ class Run:
         refuse(self.folder / "checkpoints", self.resumes, self.identity, self.config.allow_mismatch)
 
     def launch(self) -> None:
-        """Lock the folder, look at the Hub, start the thread. Raises AlreadyRunning as FolderLock.take(), and as Remote.open()."""
+        """Lock the folder, look at the Hub, start the thread. Raises AlreadyRunning, and what Remote.open() does."""
         locked = self._lock.take()
         try:
             if self._remote:
