@@ -56,7 +56,9 @@ def environment(url: str, home: Path, **more: str) -> dict[str, str]:
 class Bell:
     """Rings at every event of every diary in this process, once it is written."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[str], object] = lambda event: None) -> None:
+        """act(event): called in the thread that writes it, before anything else happens there."""
+        self._act = act
         self._rung, self._seen = threading.Condition(), list[tuple[str, str, dict[str, Any]]]()
         ring_diaries(monkeypatch.setattr, self._ring)
 
@@ -64,6 +66,7 @@ class Bell:
         with self._rung:
             self._seen.append((folder.name, event, fields))
             self._rung.notify_all()
+        self._act(event)
 
     def wait(self, folder: str, event: str, **wanted: Any) -> None:
         """Until the diary in the folder of that name has such an event."""

@@ -113,14 +113,18 @@ class _Child:
         access, self.answers = hub.access, queue.SimpleQueue[dict[str, Any] | None]()
         self._token = access.token
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment(access.token, hub.with_xet),
-            start_new_session=True,  # an interrupt of the kernel goes to its whole process group
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=environment(access.token, hub.with_xet),
+                start_new_session=True,  # an interrupt of the kernel goes to its whole process group
+            )
+        except BaseException:
+            self._errors.close()
+            raise
         try:
             threading.Thread(target=self._read, name="colabtrain-hub-reader", daemon=True).start()
             settings = {"repo": access.repo, "token": access.token, "writer": hub.writer, "cache": str(hub.cache)}

@@ -280,6 +280,11 @@ class Keeper:
         if self._remote:
             self._remote.close()
 
+    def hurry(self, seconds: float) -> None:
+        """Publish for so long at most from now on: the interpreter is about to end."""
+        if self._remote:
+            self._remote.hurry(seconds)
+
     def free(self) -> None:
         """Let go of the task and the hook."""
         self._task = self._hook = None

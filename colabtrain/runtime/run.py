@@ -34,8 +34,7 @@ from colabtrain.task import Borrows, Task
 
 State = Literal["starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
 ENDED: tuple[State, ...] = ("stopped", "finished", "failed")
-EXIT_SECONDS = 60.0  # what the end of the interpreter waits for a step to end and its checkpoint to be saved and published
-LAST_WORDS_SECONDS = 5.0  # and then to say how it ended
+EXIT_SECONDS, LAST_WORDS_SECONDS = 60.0, 5.0  # what the end of the interpreter waits: to end a step, save and publish; to say so
 WAIT_SECONDS = 0.5  # one piece of a long wait: an interrupt is seen between two
 LONG_BORROW_SECONDS = 10.0  # said in the log: the training stood still
 EXIT_FOR_RESTART = 3
@@ -72,8 +71,7 @@ class Run:
         self._task: Task | None = task
         self.resumes, self._on_checkpoint, self._remote = resume, on_checkpoint, remote
         self._state: State = "starting"  # written by the worker alone
-        self._controls, self._done = Controls(self.folder), threading.Event()
-        self._lock = FolderLock(self.folder)
+        self._controls, self._lock, self._done = Controls(self.folder), FolderLock(self.folder), threading.Event()
         self.thread = Worker(self)
 
     def __repr__(self) -> str:
@@ -232,8 +230,7 @@ class Run:
 
     def _at_exit(self) -> None:
         """An interpreter that ends must not pull the floor from under a step in C++, nor lose what was trained."""
-        if self._remote:
-            self._remote.hurry(EXIT_SECONDS)
+        self._keeper.hurry(EXIT_SECONDS)
         self.stop(timeout=EXIT_SECONDS + LAST_WORDS_SECONDS)
 
     # The worker thread
