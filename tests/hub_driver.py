@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,6 +49,7 @@ class Session:
         self.seen_with_token: list[str] = []
         self.pid: int | None = None
         self.writer = ""
+        self._workers: list[int] = []  # descriptors of the Hub's processes that were seen
         self.killed = False
         self._connection = server.connect()
         self._connection.sendall(json.dumps(job).encode() + b"\n")
@@ -105,10 +109,24 @@ class Session:
         return [int(pid) for task in _listed(Path(f"/proc/{self.pid}/task")) for pid in _read(task / "children").split()]
 
     def _look_for_token(self) -> None:
-        for pid in [self.pid, *self.children()]:
+        children = self.children()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                self._workers.append(os.pidfd_open(pid))
+        for pid in [self.pid, *children]:
             for name in ("environ", "cmdline"):
                 if self.token.encode() in _read(Path(f"/proc/{pid}/{name}")):
                     self.seen_with_token.append(f"/proc/PID/{name} of {'the session' if pid == self.pid else 'its child'}")
+
+    def leaves_worker(self, seconds: float) -> bool:
+        """Whether a Hub's process is still there so long after the session's end."""
+        deadline, stays = time.monotonic() + seconds, False
+        for descriptor in self._workers:
+            ended, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            stays = stays or not ended
+            os.close(descriptor)
+        self._workers = []
+        return stays
 
     def shows_token(self) -> list[str]:
         """(6): where the token can be seen, in what it said and in its folder."""

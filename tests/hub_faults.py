@@ -49,8 +49,8 @@ class Planned:
         return f"{self.kind}: {self.method} {self.path or 'anything'} {shown} times={self.times} after={self.after}: {self.count}"
 
 
-def draw(kind: str, round_: Round, draw: random.Random) -> Planned:
-    method, path, action, times, after = MAKERS[kind](round_, draw)
+def draw(kind: str, round_: Round, rng: random.Random) -> Planned:
+    method, path, action, times, after = MAKERS[kind](round_, rng)
     planned = Planned(kind, method, path, action, times, after)
     if action[0] == "call":
         happens = action[1]
@@ -65,74 +65,75 @@ def draw(kind: str, round_: Round, draw: random.Random) -> Planned:
 Made = tuple[str, str, tuple[Any, ...], int, int]
 
 
-def _writes(draw: random.Random) -> tuple[str, str]:
-    path = draw.choice([COMMIT, COMMIT, COMMIT, PREUPLOAD, BATCH, OBJECT])
+def _writes(rng: random.Random) -> tuple[str, str]:
+    path = rng.choice([COMMIT, COMMIT, COMMIT, PREUPLOAD, BATCH, OBJECT])
     return ("PUT" if path == OBJECT else "POST"), path
 
 
-def _anything(draw: random.Random) -> tuple[str, str]:
-    return draw.choice([("*", ANY), ("GET", LOOK), ("GET", TREE), ("*", READ), ("POST", SQUASH), _writes(draw), _writes(draw)])
+def _anything(rng: random.Random) -> tuple[str, str]:
+    return rng.choice([("*", ANY), ("GET", LOOK), ("GET", TREE), ("*", READ), ("POST", SQUASH), _writes(rng), _writes(rng)])
 
 
-def _after(draw: random.Random, path: str) -> int:
-    return draw.randrange(40 if path == ANY else 4)
+def _after(rng: random.Random, path: str) -> int:
+    return rng.randrange(40 if path == ANY else 4)
 
 
-def lost_answer(round_: Round, draw: random.Random) -> Made:
-    action = draw.choice([("apply_then_drop",), ("apply_then_status", 500), ("apply_then_status", 504)])
-    path = draw.choice([COMMIT, COMMIT, COMMIT, COMMIT, SQUASH, SQUASH if round_.repo() else CREATE])
-    return "POST", path, action, draw.choice([1, 1, 2, 3]), _after(draw, path) if path == COMMIT else 0
+def lost_answer(round_: Round, rng: random.Random) -> Made:
+    action = rng.choice([("apply_then_drop",), ("apply_then_status", 500), ("apply_then_status", 504)])
+    path = rng.choice([COMMIT, COMMIT, COMMIT, COMMIT, SQUASH, SQUASH if round_.repo() else CREATE])
+    return "POST", path, action, rng.choice([1, 1, 2, 3]), _after(rng, path) if path == COMMIT else 0
 
 
-def reset(round_: Round, draw: random.Random) -> Made:
-    method, path = _anything(draw)
-    return method, path, draw.choice([("drop",), ("drop", 0), ("drop", 700)]), draw.choice([1, 1, 2, 4]), _after(draw, path)
+def reset(round_: Round, rng: random.Random) -> Made:
+    method, path = _anything(rng)
+    return method, path, rng.choice([("drop",), ("drop", 0), ("drop", 700)]), rng.choice([1, 1, 2, 4]), _after(rng, path)
 
 
-def server_error(round_: Round, draw: random.Random) -> Made:
-    method, path = _anything(draw)
-    return method, path, ("status", draw.choice([500, 502, 503, 504])), draw.choice([1, 1, 2, 4, 8]), _after(draw, path)
+def server_error(round_: Round, rng: random.Random) -> Made:
+    method, path = _anything(rng)
+    return method, path, ("status", rng.choice([500, 502, 503, 504])), rng.choice([1, 1, 2, 4, 8]), _after(rng, path)
 
 
-def rate_limit(round_: Round, draw: random.Random) -> Made:
-    method, path = _anything(draw)
-    headers = draw.choice([{"Retry-After": "0"}, {"Retry-After": "1"}, {"RateLimit": '"api";r=0;t=1'}])
-    return method, path, ("status", 429, headers), draw.choice([1, 2, 3]), _after(draw, path)
+def rate_limit(round_: Round, rng: random.Random) -> Made:
+    method, path = _anything(rng)
+    headers = rng.choice([{"Retry-After": "0"}, {"Retry-After": "1"}, {"RateLimit": '"api";r=0;t=1'}])
+    return method, path, ("status", 429, headers), rng.choice([1, 2, 3]), _after(rng, path)
 
 
-def truncated(round_: Round, draw: random.Random) -> Made:
-    path = draw.choice([READ, READ, READ, LOOK, TREE])
-    return "GET", path, ("truncate", draw.choice([0, 1, 100, 600])), draw.choice([1, 2]), draw.randrange(6)
+def truncated(round_: Round, rng: random.Random) -> Made:
+    path = rng.choice([READ, READ, READ, LOOK, TREE])
+    return "GET", path, ("truncate", rng.choice([0, 1, 100, 600])), rng.choice([1, 2]), rng.randrange(6)
 
 
-def hang(round_: Round, draw: random.Random) -> Made:
-    method, path = _anything(draw)
-    return method, path, ("hang", round_.timeout_seconds + 0.5), 1, _after(draw, path)
+def hang(round_: Round, rng: random.Random) -> Made:
+    method, path = _anything(rng)
+    return method, path, ("hang", round_.timeout_seconds + 0.5), 1, _after(rng, path)
 
 
-def stuck(round_: Round, draw: random.Random) -> Made:
-    method, path = _writes(draw)
-    return method, path, ("hang", round_.quiet_seconds + 4.0), 1, draw.randrange(2)
+def stuck(round_: Round, rng: random.Random) -> Made:
+    """For longer than anybody waits."""
+    method, path = rng.choice([_writes(rng), _writes(rng), ("GET", LOOK), ("GET", READ)])
+    return method, path, ("hang",), 1, rng.randrange(3)
 
 
-def forbidden(round_: Round, draw: random.Random) -> Made:
+def forbidden(round_: Round, rng: random.Random) -> Made:
     body = {"error": f"the token {round_.token} may not do that"}  # a server that tells too much
-    return "POST", draw.choice([COMMIT, PREUPLOAD]), ("status", 403, {}, body), draw.choice([1, 2, 3]), draw.randrange(1, 4)
+    return "POST", rng.choice([COMMIT, PREUPLOAD]), ("status", 403, {}, body), rng.choice([1, 2, 3]), rng.randrange(1, 4)
 
 
-def quota(round_: Round, draw: random.Random) -> Made:
+def quota(round_: Round, rng: random.Random) -> Made:
     return (
         "POST",
         BATCH,
-        ("status", draw.choice([403, 413]), {}, {"error": "storage limit reached"}),
-        draw.choice([1, 2]),
-        draw.randrange(2),
+        ("status", rng.choice([403, 413]), {}, {"error": "storage limit reached"}),
+        rng.choice([1, 2]),
+        rng.randrange(2),
     )
 
 
-def squash_race(round_: Round, draw: random.Random) -> Made:
+def squash_race(round_: Round, rng: random.Random) -> Made:
     """By somebody else, and the Hub cleans up at once or later."""
-    gc = draw.random() < 0.7
+    gc = rng.random() < 0.7
 
     def squash(hub: MiniHub) -> bool:
         repo = round_.repo()
@@ -144,24 +145,24 @@ def squash_race(round_: Round, draw: random.Random) -> Made:
             hub.gc(repo.id)
         return True
 
-    path = draw.choice([COMMIT, PREUPLOAD, TREE, READ, READ])
-    return "POST" if path in (COMMIT, PREUPLOAD) else "GET", path, ("call", squash), draw.choice([1, 1, 2]), draw.randrange(8)
+    path = rng.choice([COMMIT, PREUPLOAD, TREE, READ, READ])
+    return "POST" if path in (COMMIT, PREUPLOAD) else "GET", path, ("call", squash), rng.choice([1, 1, 2]), rng.randrange(8)
 
 
-def foreign_commit(round_: Round, draw: random.Random) -> Made:
+def foreign_commit(round_: Round, rng: random.Random) -> Made:
     """The README is edited in the browser."""
-    number = draw.random()
+    number = rng.random()
 
     def edit(hub: MiniHub) -> bool:
         return _commit(round_.repo(), "Update README.md", "README.md", lambda repo: f"# {number} {time.time()}\n".encode())
 
-    path = draw.choice([COMMIT, COMMIT, PREUPLOAD, TREE])
-    return "GET" if path == TREE else "POST", path, ("call", edit), draw.choice([1, 1, 2, 6]), _after(draw, path)
+    path = rng.choice([COMMIT, COMMIT, PREUPLOAD, TREE])
+    return "GET" if path == TREE else "POST", path, ("call", edit), rng.choice([1, 1, 2, 6]), _after(rng, path)
 
 
-def take_over(round_: Round, draw: random.Random) -> Made:
+def take_over(round_: Round, rng: random.Random) -> Made:
     """A session on another machine claims while a request is on its way."""
-    writer = f"elsewhere{draw.randrange(10**9)}"
+    writer = f"elsewhere{rng.randrange(10**9)}"
 
     def pointer(repo: Repo) -> bytes | None:
         mine = round_.pointer()
@@ -170,8 +171,8 @@ def take_over(round_: Round, draw: random.Random) -> Made:
     def claim(hub: MiniHub) -> bool:
         return _commit(round_.repo(), "claimed elsewhere", LATEST, pointer)
 
-    path = draw.choice([COMMIT, COMMIT, PREUPLOAD, BATCH])
-    return "POST", path, ("call", claim), 1, draw.randrange(1, 4)
+    path = rng.choice([COMMIT, COMMIT, PREUPLOAD, BATCH])
+    return "POST", path, ("call", claim), 1, rng.randrange(1, 4)
 
 
 def _commit(repo: Repo | None, title: str, path: str, content: Callable[[Repo], bytes | None]) -> bool:
@@ -185,7 +186,7 @@ def _commit(repo: Repo | None, title: str, path: str, content: Callable[[Repo], 
     return True
 
 
-def commit_race(round_: Round, draw: random.Random) -> Made:
+def commit_race(round_: Round, rng: random.Random) -> Made:
     """The commits of two sessions wait for each other, and go at the same time."""
     both = threading.Barrier(2)
 
@@ -197,19 +198,19 @@ def commit_race(round_: Round, draw: random.Random) -> Made:
             return False
         return True
 
-    return "POST", COMMIT, ("call", meet), draw.choice([4, 6]), draw.randrange(3)
+    return "POST", COMMIT, ("call", meet), rng.choice([4, 6]), rng.randrange(3)
 
 
-def worker_killed(round_: Round, draw: random.Random) -> Made:
-    number = draw.randrange(3)
-    method, path = draw.choice([_writes(draw), _writes(draw), ("GET", LOOK), ("GET", READ)])
-    return method, path, ("call", lambda hub: round_.kill_worker(number)), 1, _after(draw, path)
+def worker_killed(round_: Round, rng: random.Random) -> Made:
+    number = rng.randrange(3)
+    method, path = rng.choice([_writes(rng), _writes(rng), ("GET", LOOK), ("GET", READ)])
+    return method, path, ("call", lambda hub: round_.kill_worker(number)), 1, _after(rng, path)
 
 
-def session_killed(round_: Round, draw: random.Random) -> Made:
-    number = draw.randrange(3)
-    method, path = draw.choice([_writes(draw), _writes(draw), ("GET", LOOK), ("GET", READ), ("POST", SQUASH)])
-    return method, path, ("call", lambda hub: round_.kill(number)), 1, _after(draw, path)
+def session_killed(round_: Round, rng: random.Random) -> Made:
+    number = rng.randrange(3)
+    method, path = rng.choice([_writes(rng), _writes(rng), ("GET", LOOK), ("GET", READ), ("POST", SQUASH)])
+    return method, path, ("call", lambda hub: round_.kill(number)), 1, _after(rng, path)
 
 
 MAKERS: dict[str, Callable[[Round, random.Random], Made]] = {

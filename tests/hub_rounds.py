@@ -19,19 +19,20 @@ from colabtrain.runtime.manifest import TENSOR_FILES
 
 REPO = "user/run"
 BOUND_SECONDS = 60.0  # of a session: far more than one takes
-SHAPES = [[1], [1, 1], [1, 1], [1, 1, 1], [2], [2], [2], [2, 1]]  # how many sessions at a time
+ORPHAN_SECONDS = 10.0  # until a Hub's process notices that its session is gone: a second or two
+SHAPES = [[1], [1, 1], [1, 1], [1, 1, 1], [2], [2], [2, 1], [3]]  # how many sessions at a time
 IN_A_HURRY, PATIENT = 0.0, 5.0
 
 
 class Round:
     def __init__(self, seed: int, server: Server, folder: Path, mutant: str = "") -> None:
         self.seed, self.server, self.folder, self.mutant = seed, server, folder, mutant
-        self.draw = random.Random(seed)
-        self.token = f"hf_{self.draw.randbytes(12).hex()}"
+        self.rng = random.Random(seed)
+        self.token = f"hf_{self.rng.randbytes(12).hex()}"
         self.hub = MiniHub(root=folder / "hub", tokens={self.token: "write"})
-        self.is_stuck = self.draw.random() < 0.1
+        self.is_stuck = self.rng.random() < 0.1
         self.timeout_seconds, self.quiet_seconds = (20.0, 2.0) if self.is_stuck else (1.5, 6.0)
-        self.config = {"keep_remote": self.draw.choice([2, 2, 3]), "squash_every": self.draw.choice([2, 3, 25]), "publish_every": 0.0}
+        self.config = {"keep_remote": self.rng.choice([2, 2, 3]), "squash_every": self.rng.choice([2, 3, 25]), "publish_every": 0.0}
         self.faults: list[Planned] = []
         self.sessions: list[Session] = []
         self.live: list[Session] = []
@@ -58,7 +59,7 @@ class Round:
 
     def run(self) -> Round:
         with self.hub:
-            for number in self.draw.choice(SHAPES):
+            for number in self.rng.choice(SHAPES):
                 self._arm(number)
                 self._together(number)
                 self.hub.faults.clear()
@@ -73,10 +74,10 @@ class Round:
         usual = {kind: WEIGHTS[kind] for kind in MAKERS if kind != "commit race" and (kind != "stuck" or self.is_stuck)}
         kinds = list(usual)
         turn = kinds[self.seed % len(kinds)]  # so that none is left out in a few rounds
-        chosen = [turn, *self.draw.choices(kinds, [*usual.values()], k=self.draw.choice([0, 1, 2, 3, 5]))]
+        chosen = [turn, *self.rng.choices(kinds, [*usual.values()], k=self.rng.choice([0, 1, 2, 3, 5]))]
         chosen += ["stuck"] * (self.is_stuck and "stuck" not in chosen)
-        chosen += ["commit race"] * (number > 1 and self.draw.random() < 0.6)
-        planned = [draw(kind, self, self.draw) for kind in chosen]
+        chosen += ["commit race"] * (number > 1 and self.rng.random() < 0.6)
+        planned = [draw(kind, self, self.rng) for kind in chosen]
         self.faults += planned
         for one in planned:
             one.arm(self.hub)
@@ -84,11 +85,11 @@ class Round:
     def _together(self, number: int) -> None:
         before = self.sessions[-1].folder if self.sessions else None
         folders = [self.folder / f"run{len(self.sessions) + i}" for i in range(number)]
-        if before and self.draw.random() < 0.5:
+        if before and self.rng.random() < 0.5:
             folders[0] = before
         least_step, before_faults = self._least_step(), sum(one.count for one in self.faults)
         few = [2, 3, 4] if number == 1 else [4, 5, 6]
-        together = [self._start(folder, self.draw.choice(few)) for folder in folders]
+        together = [self._start(folder, self.rng.choice(few)) for folder in folders]
         self.live = together
         for session in together:
             self._end(session)
@@ -99,12 +100,12 @@ class Round:
         self.live = []
 
     def _start(self, folder: Path, num_steps: int) -> Session:
-        patience = [self.draw.choice([IN_A_HURRY, 0.1, PATIENT, PATIENT]) for _ in range(num_steps)]
+        patience = [self.rng.choice([IN_A_HURRY, 0.1, PATIENT, PATIENT]) for _ in range(num_steps)]
         job = {
             **{"name": f"s{len(self.sessions)}", "seed": self.seed, "folder": str(folder), "mutant": self.mutant},
             **{"repo": REPO, "token": self.token, "endpoint": self.hub.url, "config": self.config, "patience_seconds": patience},
             **{"timeout_seconds": self.timeout_seconds, "quiet_seconds": self.quiet_seconds},
-            **{"with_xet": self.draw.random() < 0.1, "hub_required": self.draw.random() < 0.85},
+            **{"with_xet": self.rng.random() < 0.1, "hub_required": self.rng.random() < 0.85},
         }
         session = Session(self.server, job)
         self.sessions.append(session)
@@ -118,6 +119,8 @@ class Round:
             self.problems.append(f"session {session.name} said {session.noise[-1]}")
         if not session.killed and not session.events("end"):
             self.problems.append(f"session {session.name} died by itself")
+        if session.leaves_worker(ORPHAN_SECONDS):
+            self.problems.append(f"session {session.name} left its Hub's process behind")
 
     def _check_end(self, session: Session, has_faults: bool) -> None:
         """(5): what is not published has a reason, and so has a session that did not begin."""
@@ -150,11 +153,11 @@ class Round:
     def _between(self) -> None:
         """What happens to a repo that nobody uses."""
         repo, pointer = self.repo(), self.pointer()
-        wants_gc, wants_flip = self.draw.random() < 0.3, self.draw.random() < 0.3
+        wants_gc, wants_flip = self.rng.random() < 0.3, self.rng.random() < 0.3
         if repo and wants_gc:
             self.hub.gc(REPO)
         if repo and pointer and pointer.checkpoint and wants_flip:
-            self._flip(repo, f"{pointer.checkpoint}/{self.draw.choice(TENSOR_FILES)}")
+            self._flip(repo, f"{pointer.checkpoint}/{self.rng.choice(TENSOR_FILES)}")
 
     def _flip(self, repo: Repo, path: str) -> None:
         sha256 = repo.head().tree[path].sha256
@@ -163,7 +166,7 @@ class Round:
             return  # the same bit once more would heal it
         stored = self.hub.store.path(sha256)
         data = bytearray(stored.read_bytes())
-        data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
+        data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
         stored.write_bytes(data)
         self.damaged.add(sha256)
         self.counts[BIT_FLIP] += 1
@@ -224,7 +227,9 @@ class Round:
         claimed, fenced = bool(session.events("hub_claimed")), bool(session.events("fenced"))
         if fenced and claimed and not is_displaced:
             yield f"session {session.name} says it is fenced, and nobody claimed after it"
-        if is_displaced and session.events("not_published") and not fenced and not session.events("hub_error"):
+        errors = [str(event.get("text")) for event in session.events("hub_error")]
+        knows = not errors or any("taken over" in text for text in errors)
+        if is_displaced and session.events("not_published") and knows and not fenced:
             yield f"session {session.name} lost the repo to another, and does not say that it is fenced"
 
     def _count(self) -> None:
