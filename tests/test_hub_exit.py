@@ -64,8 +64,7 @@ def test_an_interpreter_that_ends_does_not_wait_for_ever_for_a_hub_that_hangs(sh
     assert f"step {saved} is on this machine only, not in {REPO}" in (tmp_path / "run/train.log").read_text()
 
 
-@pytest.mark.colab
-@pytest.mark.parametrize("at_work", [True, False])
+@pytest.mark.parametrize("at_work", [pytest.param(True, marks=pytest.mark.colab), False])
 def test_a_killed_process_takes_its_child_along(at_work: bool, hub: MiniHub, tmp_path: Path) -> None:
     """at_work: in the middle of an upload."""
     fault = hub.fault("PUT", "/_lfs/", "hang", times=None) if at_work else None
@@ -88,7 +87,6 @@ def test_a_killed_process_takes_its_child_along(at_work: bool, hub: MiniHub, tmp
     assert hub.head(REPO) == head
 
 
-@pytest.mark.colab
 def test_an_interrupt_of_the_whole_group_does_not_reach_the_child(hub: MiniHub, tmp_path: Path) -> None:
     with script(hub, tmp_path, "--hold-at", 7, "--wait") as child:
         child.hear("checkpoint_published 5")

@@ -24,7 +24,6 @@ import colabtrain
 from colabtrain.runtime import publisher, remote
 from colabtrain.runtime.diary import Tail, history
 
-MORE_STEPS = STEPS + 4
 HELD_AT = (11, 13)  # of the first two lives; a checkpoint is made at every second step
 OPTIONS: dict[str, Any] = {**EVERY, **HUB, "checkpoint_every": 5}
 
@@ -87,22 +86,16 @@ def test_machines_come_and_go_and_the_run_learns_the_same(hub: MiniHub, tmp_path
     shutil.rmtree(tmp_path / "second")
     hub.faults.clear()
 
-    with life("third", "--hub", REPO) as child:
+    with life("third", "--hub", REPO, "--then", tmp_path / "fourth") as child:
         assert child.end() == 0, child.errors.read_text()
-        assert "resumed 12" in child.lines
+        assert "resumed 12" in child.lines and f"resumed {STEPS}" in child.lines
     found = outcome(tmp_path / "third")
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name] == value, f"{name} is another one than undisturbed"
-    assert latest(hub)["step"] == STEPS and latest(hub)["claim"] == 3
-    shutil.rmtree(tmp_path / "third")
-
-    with life("fourth", "--hub", REPO, "--steps", MORE_STEPS) as child:
-        assert child.end() == 0, child.errors.read_text()
-        assert f"resumed {STEPS}" in child.lines
-    whole, before = history(Tail(tmp_path / "fourth/diary.jsonl").new()), wanted["joined loss/full"]
-    assert whole["step"] == list(range(1, MORE_STEPS + 1)) and whole["loss/full"][:STEPS] == before
-    assert latest(hub)["step"] == MORE_STEPS
+    more, whole = hub_child.MORE_STEPS, history(Tail(tmp_path / "fourth/diary.jsonl").new())
+    assert whole["step"] == list(range(1, more + 1)) and whole["loss/full"][:STEPS] == wanted["joined loss/full"]
+    assert latest(hub)["step"] == more and latest(hub)["claim"] == 4
 
 
 # What stands in the way of it

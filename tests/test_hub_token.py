@@ -60,7 +60,7 @@ def fail_in_every_way(hub: MiniHub) -> list[int]:
     return [status for _, status, *_ in failures[1:]]
 
 
-@pytest.fixture(params=["environment", "stored login"])
+@pytest.fixture(params=["environment", pytest.param("stored login", marks=pytest.mark.colab)])
 def person(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[MiniHub, dict[str, str], list[Path]]]:
     """A Hub, the environment of a person's process, and the files of theirs that have the token."""
     home, died = tmp_path / "home", tmp_path / "died"
@@ -76,7 +76,6 @@ def person(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Min
             yield hub, {name: value for name, value in theirs.items() if name != "HF_TOKEN"}, [home / "token"]
 
 
-@pytest.mark.colab
 def test_the_token_is_shown_nowhere(person: tuple[MiniHub, dict[str, str], list[Path]], tmp_path: Path) -> None:
     hub, env, theirs = person
     statuses = fail_in_every_way(hub)
