@@ -62,7 +62,7 @@ class Publisher:
         self._hold, self._join, self._card, self._facts = hold, join, card, facts
         self._changed = threading.Condition()  # guards what follows
         self._pending: Item | None = None
-        self._busy = self._closing = False
+        self._busy = self._closing = self._over = False
         self._fenced = False  # nothing is published any more
         self._why = ""  # the newest try failed
         self._deadline = math.inf
@@ -115,9 +115,10 @@ class Publisher:
             self.diary.log(f"publishing step {self.saved_step:,} to {self.repo} before the run ends, for at most {seconds:.0f} s")
         while self._thread.is_alive() and time.monotonic() < self._deadline:
             self._thread.join(SLICE_SECONDS)
+        self._over, why = True, self._why or f"not done after {seconds:.0f} s"
         self.process.kill()
         if self.published_step != self.saved_step:
-            where = f"on this machine only, not in {self.repo} ({self._why or f'not done after {seconds:.0f} s'})"
+            where = f"on this machine only, not in {self.repo} ({why})"
             text = f"step {self.saved_step:,} is {where}; the same start() on this machine publishes it"
             self.diary.write("not_published", text, **self._standing())
 
@@ -133,10 +134,11 @@ class Publisher:
         while (item := self._next()) is not None:
             try:
                 self._publish(item)
-            except HubFailure as failure:
-                self._failed(item, failure)
-            except Exception as error:  # ours, or the diary's: no reason to stop publishing
-                self._failed(item, HubFailure(f"{type(error).__name__}: {error}"))
+            except Exception as error:
+                if self._over:  # what failed now was ended by close()
+                    return
+                # Another one than a HubFailure is our own fault, and no reason to stop publishing.
+                self._failed(item, error if isinstance(error, HubFailure) else HubFailure(f"{type(error).__name__}: {error}"))
             with self._changed:
                 self._busy = False
 
