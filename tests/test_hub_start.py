@@ -20,7 +20,6 @@ from colabtrain.hub_token import NoToken
 from colabtrain.mmjev.demo_data import help_desk
 from colabtrain.runtime.worker import jobs
 
-pytestmark = pytest.mark.colab
 REPO = "user/run"
 OPTIONS: dict[str, Any] = {"hub": REPO, "publish_every": 0.0, "display": False, "checkpoint_every": 2, "steps": 4}
 
@@ -35,6 +34,7 @@ def pointer(hub: MiniHub) -> dict[str, Any]:
     return json.loads(hub.read(REPO, "main", "colabtrain/latest.json"))
 
 
+@pytest.mark.colab
 def test_one_line_publishes_and_the_same_line_on_a_new_machine_goes_on(hub: MiniHub, tmp_path: Path) -> None:
     data = help_desk(40)
     assert colabtrain.start("tiny", data, run_dir=tmp_path / "a", **OPTIONS).wait(HOLD_SECONDS) == "finished"
@@ -147,6 +147,7 @@ def test_a_client_that_is_offline_is_said(hub: MiniHub, tmp_path: Path, monkeypa
         colabtrain.start(task=ToyTask(num_steps=2), run_dir=tmp_path / "a", **{**OPTIONS, "steps": None})
 
 
+@pytest.mark.colab
 def test_a_token_that_may_only_read_is_refused_and_the_folder_let_go(hub: MiniHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_read")
     with pytest.raises(colabtrain.HubError, match="the token may not write there"):
@@ -179,6 +180,7 @@ def test_what_only_the_prepared_task_can_tell_is_refused_before_the_claim(hub: M
     assert hub.head(REPO) == before
 
 
+@pytest.mark.colab
 def test_an_interrupt_of_a_start_that_waits_for_the_hub_leaves_nothing_behind(hub: MiniHub, tmp_path: Path) -> None:
     fault = hub.fault("GET", "/api/models/user/run", "hang")
     threading.Thread(target=lambda: (fault.reached.wait(HOLD_SECONDS), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()

@@ -20,8 +20,6 @@ from colabtrain.runtime.diary import Diary
 from colabtrain.runtime.hub_process import HubFailure
 from colabtrain.runtime.publisher import Publisher
 
-pytestmark = pytest.mark.colab
-
 
 class Process:
     """Answers one job after the other as the test decides: answer() is called with what is asked."""

@@ -25,7 +25,6 @@ from colabtrain.runtime.hub_access import HubAccess, check_pace, check_repo
 from colabtrain.runtime.lineage import Lineage
 from colabtrain.runtime.remote import Remote
 
-pytestmark = pytest.mark.colab
 REPO = "user/run"
 
 
@@ -114,6 +113,7 @@ def describe_anew(path: Path) -> None:
 # What a run goes on from
 
 
+@pytest.mark.colab
 def test_a_new_machine_goes_on_from_the_newest_with_its_history(hub: MiniHub, machine: Any) -> None:
     machine("a").start().publish(3, 5).die()
     wanted = {path.name: path.read_bytes() for path in (machine("a").folder / "checkpoints/step-00000005").iterdir()}
@@ -145,6 +145,7 @@ def test_a_claim_whose_process_died_before_its_first_checkpoint_costs_nothing(hu
     a.await_published(5)
 
 
+@pytest.mark.colab
 def test_a_folder_that_another_session_went_past_takes_the_hub_s_and_keeps_its_own_aside(hub: MiniHub, machine: Any) -> None:
     a = machine("a").start().publish(3).die()
     a.save(9)
@@ -228,6 +229,7 @@ def test_a_local_newest_that_is_damaged_gives_way_to_the_hub_s(hub: MiniHub, mac
     assert a.steps() == [5] and manifest.check(a.folder / "checkpoints/step-00000005")["step"] == 5
 
 
+@pytest.mark.colab
 def test_after_a_fall_back_the_run_goes_on_from_what_it_made_since(hub: MiniHub, machine: Any) -> None:
     machine("a").start().publish(3, 5).die()
     entry = next(entry for path, entry in hub.repos["model", REPO].revision("main").tree.items() if path.endswith("/trainable.safetensors"))
@@ -256,6 +258,7 @@ def test_no_checkpoint_that_can_be_used_is_an_error_and_no_fresh_start(hub: Mini
 # What stops a start
 
 
+@pytest.mark.colab
 def test_a_hub_that_is_out_of_reach_is_an_error_and_without_it_a_red_line(hub: MiniHub, machine: Any) -> None:
     machine("a").start().publish(3).die()
     hub.fault("*", "/api/models/user/run", "status", 503, times=None)
