@@ -24,6 +24,7 @@ from toy_task import ToyTask
 import colabtrain
 from colabtrain.config import SubnetConfig
 from colabtrain.mmjev.demo_data import help_desk
+from colabtrain.runtime.hub import MADE_ANEW
 
 with warnings.catch_warnings():  # an older matplotlib and a newer pyparsing
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -288,3 +289,7 @@ def test_a_card_is_made_without_torch(tmp_path: Path):
     first, modules = done.stdout.splitlines()
     assert first == "['README.md', 'losses.png']" and not done.stderr
     assert not {"torch", "transformers", "huggingface_hub", "ipywidgets", "matplotlib.pyplot"} & set(modules.split())
+
+
+def test_the_card_says_that_it_is_made_anew_in_the_words_that_publishing_looks_for() -> None:
+    assert MADE_ANEW in card.MARK
