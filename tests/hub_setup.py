@@ -145,7 +145,10 @@ class Told:
 
     def end(self, seconds: float = SECONDS) -> int:
         """Its status."""
-        return self.process.wait(seconds)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the process has not ended; its last lines: {self.lines[-9:]}\n{self.errors.read_text()}") from None
 
 
 def children(pid: int) -> list[int]:
