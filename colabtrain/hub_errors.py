@@ -44,7 +44,7 @@ def kind(error: BaseException) -> str:
     """CONFLICT: HEAD is not where it was thought to be. REFUSED: trying again cannot help. LOCAL: this machine's disk. RETRY: all
     else, an answer that never came and one that makes no sense included."""
     code = status(error)
-    if code in (409, 412):
+    if code in (409, 412) or any(isinstance(cause, errors.RevisionNotFoundError) for cause in causes(error)):  # squashed away
         return CONFLICT
     if code is not None:
         return RETRY if code in TRY_AGAIN or code >= 500 else REFUSED
@@ -77,6 +77,7 @@ def explain(error: BaseException, token: str = "") -> str:
     if code is not None:
         said = "from Xet" if XET_STATUS.search(said) else said
         meaning = MEANINGS.get(code, "the Hub has trouble" if code >= 500 else "the Hub refuses")
+        meaning = "the repo has changed meanwhile" if kind(error) == CONFLICT else meaning
         return f"{meaning} (HTTP {code}: {said})"
     if isinstance(last, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, which keeps the Hub out of reach; unset it and restart"

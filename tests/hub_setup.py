@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
-from minihub import MiniHub
+from minihub import MiniHub, client
 
 import colabtrain
 from colabtrain.runtime import publisher, remote
@@ -38,9 +37,10 @@ def a_hub(monkeypatch: pytest.MonkeyPatch, home: Path, **options: Any) -> Iterat
 
 
 def use(monkeypatch: pytest.MonkeyPatch, home: Path, url: str) -> None:
-    for name, value in {**SETTINGS, "HF_TOKEN": TOKEN, "HF_HOME": str(home)}.items():
+    client.isolate(monkeypatch, home)
+    client.point_at(monkeypatch, url)
+    for name, value in {**SETTINGS, "HF_TOKEN": TOKEN}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(remote, "WAIT_SECONDS", 0.05)
     monkeypatch.setattr(publisher, "FIRST_WAIT_SECONDS", 0.05)
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from helpers import make_checkpoint
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import RevisionNotFoundError
 from minihub import QUOTA_FULL, MiniHub, Token, client
 
 from colabtrain import hub_errors
 from colabtrain.runtime import manifest
-from colabtrain.runtime.hub import MADE_ANEW, Changed, Fenced, Hub, NotOurs
+from colabtrain.runtime.hub import MADE_ANEW, TRIES, Changed, Fenced, Hub, NotOurs
 from colabtrain.runtime.hub_pointer import LATEST, Pointer
 from colabtrain.runtime.manifest import FILES, MANIFEST
 
@@ -378,6 +379,12 @@ def test_a_head_that_is_squashed_away_while_it_is_read_is_read_again(hub: MiniHu
 
     hub.fault("HEAD", f"/{REPO}/resolve/.*/{LATEST}", "call", squash)
     assert second.hub.open(True)["pointer"]["step"] == 1
+    first.publish(2)
+    hub.fault("HEAD", f"/{REPO}/resolve/.*/{LATEST}", "status", 404, {"X-Error-Code": "RevisionNotFound"}, times=TRIES)
+    with pytest.raises(RevisionNotFoundError) as caught:
+        second.hub.open(True)
+    assert hub_errors.kind(caught.value) == hub_errors.CONFLICT
+    assert "the repo has changed meanwhile (HTTP 404" in hub_errors.explain(caught.value)
 
 
 # Going on

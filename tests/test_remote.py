@@ -222,6 +222,18 @@ def test_a_session_that_publishes_while_the_next_one_gets_ready_is_followed(hub:
     assert pointer(hub)["step"] == 9
 
 
+def test_a_session_that_squashes_while_the_next_one_downloads_is_followed(hub: MiniHub, machine: Any) -> None:
+    a = machine("a").start().publish(3)
+
+    def go_on(hub: MiniHub) -> None:
+        a.publish(5)
+        a.remote._process.ask("squash")
+        hub.gc(REPO)
+
+    hub.fault("HEAD", "/resolve/.*/optimizer.safetensors", "call", go_on)
+    assert machine("b").start().steps()[0] == 5
+
+
 def test_a_local_newest_that_is_damaged_gives_way_to_the_hub_s(hub: MiniHub, machine: Any) -> None:
     a = machine().start().publish(3, 5).die()
     (a.folder / "checkpoints/step-00000005/state.json").write_text("{}")
@@ -277,6 +289,16 @@ def test_a_hub_that_comes_back_is_claimed_then(hub: MiniHub, machine: Any, monke
     assert pointer(hub)["step"] == 3 and pointer(hub)["claim"] == 1
     order = [event["event"] for event in events(a.folder)]
     assert order.index("hub_error") < order.index("hub_claimed") < order.index("checkpoint_published")
+
+
+def test_a_hub_that_comes_back_does_not_get_again_what_it_has(hub: MiniHub, machine: Any) -> None:
+    machine("a").start().publish(3).die()
+    hub.fault("*", "/api/models/user/run", "status", 503, times=remote.OPEN_TRIES)
+    again = machine("a", hub_required=False).start()
+    again.await_published(3)
+    assert pointer(hub)["claim"] == 2 and pointer(hub)["seq"] == 1
+    again.publish(5)
+    assert pointer(hub)["seq"] == 2
 
 
 @pytest.mark.parametrize("required", [True, False])

@@ -159,6 +159,11 @@ class Publisher:
     def _publish(self, item: Item) -> None:
         if self._pointer is None:
             self._pointer = self._join()
+            self.published_step = self._pointer["step"]
+        if item.step == self.published_step:  # what the run went on from while the Hub was out of reach
+            item.held.close()
+            self._lost_since = item.saved_at
+            return
         started = time.monotonic()
         answer = self.process.ask(
             "publish",

@@ -124,6 +124,9 @@ class Remote:
         try:
             self._download(pointer, checkpoints, diary)
         except HubFailure as failure:
+            if failure.kind == "changed" and self._look_again():  # the session before this one is alive
+                self.bring(checkpoints, diary)
+                return
             self._give_up(failure, f"step {pointer['step']:,} of {self.repo} could not be downloaded")
             self._leave_out(diary)
         except OSError as error:
