@@ -117,7 +117,7 @@ class Publisher:
             self._thread.join(SLICE_SECONDS)
         self._over, why = True, self._why or f"not done after {seconds:.0f} s"
         self.process.kill()
-        if self.published_step != self.saved_step:
+        if self.published_step < self.saved_step:
             where = f"on this machine only, not in {self.repo} ({why})"
             text = f"step {self.saved_step:,} is {where}; the same start() on this machine publishes it"
             self.diary.write("not_published", text, **self._standing())
@@ -160,10 +160,9 @@ class Publisher:
         if self._pointer is None:
             self._pointer = self._join()
             self.published_step = self._pointer["step"]
-        if item.step == self.published_step:  # what the run went on from while the Hub was out of reach
-            item.held.close()
-            self._lost_since = item.saved_at
-            return
+            if item.step <= self.published_step:  # what the run went on from is there already
+                self._done(item)
+                return
         started = time.monotonic()
         answer = self.process.ask(
             "publish",
@@ -174,19 +173,24 @@ class Publisher:
             card=self._card,
             facts=dict(self._facts(item.step)),
         )
-        item.held.close()
         seconds, size = time.monotonic() - started, answer["bytes"]
-        self._pointer, self.published_step, self._lost_since = answer["pointer"], item.step, item.saved_at
+        self._pointer, self.published_step, retries = answer["pointer"], item.step, self._retries
+        self._done(item)
         self._commit_at = time.monotonic() + self.config.publish_every
         skipped = f", {item.skipped:,} before it skipped" if item.skipped else ""
         text = f"published step {item.step:,} to {self.repo} in {duration(seconds)} ({size / 1e6:,.1f} MB{skipped})"
         rate = {"bytes": size, "seconds": seconds, "bytes_per_second": size / max(seconds, 1e-3), "saved_at": item.saved_at}
-        told = {"step": item.step, "seq": answer["pointer"]["seq"], "retries": self._retries, "skipped": item.skipped}
+        told = {"step": item.step, "seq": answer["pointer"]["seq"], "retries": retries, "skipped": item.skipped}
         self.diary.write("checkpoint_published", text, **told, **rate, **self._standing())
         if answer["complaint"]:
             self.diary.log(answer["complaint"])
-        self._wait, self._retries, self._why = FIRST_WAIT_SECONDS, 0, ""
         self._squash()
+
+    def _done(self, item: Item) -> None:
+        """It is on the Hub."""
+        item.held.close()
+        self._lost_since = item.saved_at
+        self._wait, self._retries, self._why = FIRST_WAIT_SECONDS, 0, ""
 
     def _squash(self) -> None:
         """Every so many checkpoints, and at the end: the history holds every one that ever was."""
@@ -239,6 +243,6 @@ class Publisher:
         self.diary.write("fenced", text, step=item.step, **self._standing())
 
     def _standing(self) -> dict[str, Any]:
-        at_risk = 0.0 if self.saved_step == self.published_step and self._closing else time.time() - self._lost_since
+        at_risk = 0.0 if self.saved_step <= self.published_step and self._closing else time.time() - self._lost_since
         standing = {"repo": self.repo, "saved_step": self.saved_step, "published_step": self.published_step}
         return {**standing, "at_risk_seconds": max(0.0, at_risk)}
