@@ -16,8 +16,8 @@ from hub_faults import BIT_FLIP, MAKERS
 from hub_rounds import Round
 from minihub import Repo
 
-AT_ONCE = 2  # rounds; they wait a lot
-ROUNDS, FULL_ROUNDS, MUTANT_ROUNDS = 40, 300, 40
+AT_ONCE = 4  # rounds; they wait a lot
+ROUNDS, FULL_ROUNDS, COLAB_ROUNDS, MUTANT_ROUNDS = 40, 300, 8, 40
 
 
 @pytest.fixture
@@ -38,26 +38,37 @@ def rounds(seeds: range, server: Server, folder: Path, mutant: str = "") -> Iter
                 shutil.rmtree(played.folder)
 
 
-def check_rounds(seeds: range, server: Server, folder: Path) -> None:
+def check_rounds(seeds: range, server: Server, folder: Path) -> Counter[str]:
+    """How often each fault happened."""
     counts = Counter[str]()
     for played in rounds(seeds, server, folder):
         if played.problems:
             pytest.fail(played.report(), pytrace=False)
         counts += played.counts
     print(f"{len(seeds)} rounds:", ", ".join(f"{name} {number}" for name, number in sorted(counts.items())), file=sys.stderr)
+    return counts
+
+
+def check_all_happened(counts: Counter[str]) -> None:
     missing = [kind for kind in [*MAKERS, BIT_FLIP] if not counts[kind]]
     assert not missing, f"these faults did not happen: {missing}"
 
 
-@pytest.mark.colab
 def test_whatever_goes_wrong_the_history_is_whole_and_one_session_publishes(server: Server, tmp_path: Path) -> None:
-    check_rounds(range(ROUNDS), server, tmp_path)
+    check_all_happened(check_rounds(range(ROUNDS), server, tmp_path))
 
 
 @pytest.mark.full
 def test_the_same_many_times(server: Server, tmp_path: Path) -> None:
-    check_rounds(range(1000, 1000 + FULL_ROUNDS), server, tmp_path)
+    check_all_happened(check_rounds(range(1000, 1000 + FULL_ROUNDS), server, tmp_path))
 
 
+@pytest.mark.colab
+def test_the_same_a_few_times(server: Server, tmp_path: Path) -> None:
+    check_rounds(range(100, 100 + COLAB_ROUNDS), server, tmp_path)
+
+
+@pytest.mark.colab
 def test_without_a_condition_on_the_commit_it_fails(server: Server, tmp_path: Path) -> None:
-    assert any(played.problems for played in rounds(range(MUTANT_ROUNDS), server, tmp_path, "no parent_commit"))
+    found = (problem for played in rounds(range(MUTANT_ROUNDS), server, tmp_path, "no parent_commit") for problem in played.problems)
+    assert any("a commit of a session that does not own the repo" in problem for problem in found)
