@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from minihub import MiniHub, client
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # and each process that a test starts
 # A shell that starts the tests in its background has interrupts ignored, which children inherit; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -39,12 +39,14 @@ class Machine:
     def __init__(self, hub: MiniHub, folder: Path, **options: Any) -> None:
         self.hub, self.folder = hub, folder
         self.options = {"publish_every": 0.0, **options}
+        self.remotes = list[Remote]()
 
     def start(self) -> Machine:
         """Up to the first step."""
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         self.remote = Remote(HubAccess(REPO, "hf_write", self.hub.url), folder, RunConfig(**self.options))
+        self.remotes.append(self.remote)
         self.remote._process.with_xet = False
         self.remote.open()
         self.diary = Diary(folder)
@@ -95,10 +97,9 @@ def machine(hub: MiniHub, tmp_path: Path) -> Iterator[Any]:
         return made[-1]
 
     yield make
-    for one in made:
-        if hasattr(one, "remote"):
-            one.remote._process.kill()
-            one.remote.close()
+    for opened in [opened for machine in made for opened in machine.remotes]:
+        opened._process.kill()
+        opened.close()
 
 
 def pointer(hub: MiniHub) -> dict[str, Any]:
